@@ -1,0 +1,173 @@
+// The only file that knows Python. Arrays cross as addresses: the callers in python/oasiskv/ops.py and engine/ check shapes and dtypes.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "core.h"
+#include "oasis/ops.h"
+
+namespace py = pybind11;
+using namespace oasis;
+
+namespace {
+
+const float* in(uintptr_t p) { return reinterpret_cast<const float*>(p); }
+float* out(uintptr_t p) { return reinterpret_cast<float*>(p); }
+
+int g_threads = 1;
+
+class PackedWeight {
+ public:
+  PackedWeight(uintptr_t weight, int64_t n, int64_t k) : n(n), k(k), data_(packed_floats(n, k), "packed weight") {
+    if (n < 1 || k < 1) throw std::invalid_argument("PackedWeight needs n >= 1 and k >= 1");
+    cpu_ops().pack_weight(in(weight), n, k, data_.data());
+  }
+  const float* data() const { return data_.data(); }
+  const int64_t n, k;
+
+ private:
+  Memory data_;
+};
+
+void linear(uintptr_t x, int64_t rows, const PackedWeight& w, uintptr_t bias, uintptr_t y) {
+  thread_local std::vector<float> scratch;
+  const size_t need = static_cast<size_t>(rows * w.k);
+  if (scratch.size() < need) scratch.resize(need);
+  cpu_ops().linear(in(x), rows, w.data(), w.n, w.k, in(bias), out(y), scratch.data(), g_threads);
+}
+
+py::list ids(const std::vector<LogicalBlock>& blocks) {
+  py::list l;
+  for (LogicalBlock b : blocks) l.append(b.value);
+  return l;
+}
+
+py::dict trace_dict(const TraceRecord& r) {
+  py::list admitted;
+  for (const Admission& a : r.selection.admitted) admitted.append(py::make_tuple(a.block.value, a.slot.value, a.evicted.value));
+  py::dict d;
+  d["step"] = r.step;
+  d["id"] = r.id;
+  d["layer"] = r.layer;
+  d["head"] = r.head;
+  d["first"] = r.first;
+  d["predicted"] = ids(r.selection.predicted);
+  d["admitted"] = admitted;
+  d["capped"] = r.selection.capped;
+  d["fill"] = r.filled ? py::object(py::make_tuple(r.fill_slot.value, r.fill_evicted.value)) : py::none();
+  d["map"] = ids(r.map);
+  d["last_selected"] = r.last_selected;
+  return d;
+}
+
+py::dict stats_dict(const SequenceStats& s) {
+  using namespace py::literals;
+  return py::dict("dense_steps"_a = s.dense_steps, "sparse_steps"_a = s.sparse_steps, "blocks_predicted"_a = s.predicted,
+                  "blocks_admitted"_a = s.admitted, "blocks_capped"_a = s.capped, "bytes_fetched"_a = s.bytes_fetched,
+                  "resident_tokens_max"_a = s.resident_tokens_max, "preemptions"_a = s.preemptions, "stall_ms"_a = s.stall_ms);
+}
+
+py::dict usage_dict(const Usage& u) {
+  using namespace py::literals;
+  return py::dict("device_pages"_a = u.device_pages, "device_pages_free"_a = u.device_pages_free, "host_blocks"_a = u.host_blocks,
+                  "host_blocks_free"_a = u.host_blocks_free, "summary_pages"_a = u.summary_pages,
+                  "summary_pages_free"_a = u.summary_pages_free, "waiting"_a = u.waiting, "prefilling"_a = u.prefilling,
+                  "decoding"_a = u.decoding, "preempted"_a = u.preempted, "retired"_a = u.retired);
+}
+
+const char* kind_name(RowKind k) { return k == RowKind::kPrefill ? "prefill" : k == RowKind::kDense ? "dense" : "sparse"; }
+
+std::vector<RowGroup> plan_groups(Core& core, const std::map<RequestId, int>& drafts) {
+  const auto plan = core.plan(drafts);
+  return plan ? plan->groups : std::vector<RowGroup>();
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_core, m) {
+  m.doc() = "OasisKV core: KV pools, lookahead selection, transfers, attention, scheduling";
+  py::register_exception<CapacityError>(m, "CapacityError", PyExc_ValueError);
+  using nogil = py::call_guard<py::gil_scoped_release>;
+
+  m.def("isa", [] { return cpu_ops().isa; });
+  m.def("set_num_threads", [](int n) {
+    if (n < 1) throw std::invalid_argument("num_threads must be at least 1");
+    g_threads = n;
+  });
+  py::class_<PackedWeight>(m, "PackedWeight")
+      .def(py::init<uintptr_t, int64_t, int64_t>(), py::arg("weight"), py::arg("n"), py::arg("k"))
+      .def_readonly("n", &PackedWeight::n)
+      .def_readonly("k", &PackedWeight::k);
+  m.def("linear", &linear, nogil());
+  m.def("rms_norm", [](uintptr_t x, int64_t rows, int64_t dim, uintptr_t w, float eps, uintptr_t y) {
+    cpu_ops().rms_norm(in(x), rows, dim, in(w), eps, out(y), g_threads);
+  }, nogil());
+  m.def("silu_mul", [](uintptr_t x, int64_t rows, int64_t inter, uintptr_t y) {
+    cpu_ops().silu_mul(in(x), rows, inter, out(y), g_threads);
+  }, nogil());
+
+  py::class_<CoreConfig>(m, "CoreConfig")
+      .def(py::init<>())
+      .def_readwrite("num_layers", &CoreConfig::num_layers)
+      .def_readwrite("num_q_heads", &CoreConfig::num_q_heads)
+      .def_readwrite("num_kv_heads", &CoreConfig::num_kv_heads)
+      .def_readwrite("head_dim", &CoreConfig::head_dim)
+      .def_readwrite("sparse_enabled", &CoreConfig::sparse_enabled)
+      .def_readwrite("top_k_blocks", &CoreConfig::top_k_blocks)
+      .def_readwrite("fetch_cap_blocks", &CoreConfig::fetch_cap_blocks)
+      .def_readwrite("sparse_from_tokens", &CoreConfig::sparse_from_tokens)
+      .def_readwrite("max_draft_len", &CoreConfig::max_draft_len)
+      .def_readwrite("accept_drafts", &CoreConfig::accept_drafts)
+      .def_readwrite("summary", &CoreConfig::summary)
+      .def_readwrite("group_combine", &CoreConfig::group_combine)
+      .def_readwrite("device_pages", &CoreConfig::device_pages)
+      .def_readwrite("host_blocks", &CoreConfig::host_blocks)
+      .def_readwrite("summary_pages", &CoreConfig::summary_pages)
+      .def_readwrite("max_batch_size", &CoreConfig::max_batch_size)
+      .def_readwrite("max_num_tokens", &CoreConfig::max_num_tokens)
+      .def_readwrite("max_seq_len", &CoreConfig::max_seq_len)
+      .def_readwrite("num_threads", &CoreConfig::num_threads)
+      .def_readwrite("trace", &CoreConfig::trace)
+      .def_readwrite("transfer_delay_us", &CoreConfig::transfer_delay_us)
+      .def_readwrite("fault_seed", &CoreConfig::fault_seed)
+      .def_property_readonly("page_bytes", [](const CoreConfig& c) { return c.page_floats() * sizeof(float); })
+      .def_property_readonly("block_head_bytes", [](const CoreConfig& c) { return c.block_head_floats() * sizeof(float); });
+
+  py::class_<RowGroup>(m, "RowGroup")
+      .def_readonly("id", &RowGroup::id)
+      .def_property_readonly("kind", [](const RowGroup& g) { return kind_name(g.kind); })
+      .def_readonly("start", &RowGroup::start)
+      .def_readonly("rows", &RowGroup::rows)
+      .def_readonly("drafts", &RowGroup::drafts)
+      .def_readonly("logits_rows", &RowGroup::logits_rows);
+
+  py::class_<Core>(m, "Core")
+      .def(py::init([](const CoreConfig& c, uintptr_t cos, uintptr_t sin) { return std::make_unique<Core>(c, in(cos), in(sin)); }))
+      .def("check", &Core::check)
+      .def("submit", &Core::submit)
+      .def("end", &Core::end)
+      .def("draft_wanted", &Core::draft_wanted)
+      .def("plan", &plan_groups, nogil())
+      .def("forward", [](Core& c, int layer, uintptr_t qkv, uintptr_t y) { c.forward(layer, in(qkv), out(y)); }, nogil())
+      .def("commit", &Core::commit)
+      .def("abort_step", &Core::abort_step, nogil())
+      .def("drain", &Core::drain, nogil())
+      .def("stats", [](Core& c, RequestId id) {
+        SequenceStats s;
+        {
+          py::gil_scoped_release release;
+          s = c.stats(id);
+        }
+        return stats_dict(s);
+      })
+      .def("usage", [](Core& c) { return usage_dict(c.usage()); })
+      .def("take_trace", [](Core& c) {
+        c.drain();
+        py::list l;
+        for (const TraceRecord& r : c.take_trace()) l.append(trace_dict(r));
+        return l;
+      });
+}

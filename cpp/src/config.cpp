@@ -1,0 +1,49 @@
+#include "oasis/config.h"
+
+namespace oasis {
+namespace {
+
+void need(bool ok, const std::string& field, int64_t value, const std::string& rule) {
+  if (!ok) throw std::invalid_argument(field + " = " + std::to_string(value) + ": " + rule);
+}
+
+}  // namespace
+
+SummaryKind summary_kind_from(const std::string& name) {
+  if (name == "mean_std") return SummaryKind::kMeanStd;
+  if (name == "minmax") return SummaryKind::kMinMax;
+  if (name == "halves") return SummaryKind::kHalves;
+  throw std::invalid_argument("summary = '" + name + "': use mean_std, minmax or halves");
+}
+
+GroupCombine group_combine_from(const std::string& name) {
+  if (name == "softmax_sum") return GroupCombine::kSoftmaxSum;
+  if (name == "max") return GroupCombine::kMax;
+  if (name == "sum") return GroupCombine::kSum;
+  throw std::invalid_argument("group_combine = '" + name + "': use softmax_sum, max or sum");
+}
+
+void CoreConfig::validate() const {
+  need(num_layers > 0, "num_layers", num_layers, "must be at least 1");
+  need(num_kv_heads > 0, "num_kv_heads", num_kv_heads, "must be at least 1");
+  need(num_q_heads > 0 && num_q_heads % num_kv_heads == 0, "num_q_heads", num_q_heads, "must be a multiple of num_kv_heads");
+  need(group() <= 16, "num_q_heads", num_q_heads, "at most 16 query heads per KV head are supported");
+  need(head_dim > 0 && head_dim % 16 == 0 && head_dim <= 256, "head_dim", head_dim, "must be a multiple of 16 up to 256");
+  need(top_k_blocks > 0, "top_k_blocks", top_k_blocks, "must be at least 1");
+  need(fetch_cap_blocks > 0 && fetch_cap_blocks <= top_k_blocks, "fetch_cap_blocks", fetch_cap_blocks, "must be in 1..top_k_blocks");
+  need(sparse_from_tokens >= kBlockTokens, "sparse_from_tokens", sparse_from_tokens, "must be at least one block (16)");
+  need(max_draft_len >= 0 && max_draft_len <= kMaxDraftLen, "max_draft_len", max_draft_len, "must be in 0..15");
+  need(device_pages > 0, "device_pages", device_pages, "must be at least 1; raise the device KV budget");
+  need(host_blocks >= num_layers, "host_blocks", host_blocks, "must hold one block of every layer; raise the host KV budget");
+  need(summary_pages >= 0, "summary_pages", summary_pages, "must be 0 (automatic) or more");
+  need(max_batch_size > 0, "max_batch_size", max_batch_size, "must be at least 1");
+  need(max_num_tokens >= max_batch_size * (1 + max_draft_len), "max_num_tokens", max_num_tokens,
+       "must hold max_batch_size * (1 + max_draft_len) decode rows");
+  need(max_seq_len > 0, "max_seq_len", max_seq_len, "must be at least 1");
+  need(num_threads > 0, "num_threads", num_threads, "must be at least 1");
+  need(transfer_delay_us >= 0, "transfer_delay_us", transfer_delay_us, "must not be negative");
+  summary_kind_from(summary);
+  group_combine_from(group_combine);
+}
+
+}  // namespace oasis

@@ -1,0 +1,76 @@
+// The three pools: device KV, host KV, summaries. Each couples the ids with the memory they name.
+#pragma once
+
+#include <vector>
+
+#include "kv/id_pool.h"
+#include "kv/memory.h"
+#include "oasis/config.h"
+
+namespace oasis {
+
+// Per layer: [page][kv_head][K|V][16][D].
+class DevicePool {
+ public:
+  explicit DevicePool(const CoreConfig& c);
+
+  IdPool<DevicePage> ids;
+
+  float* layer(int l) const { return layers_[l].data(); }
+  float* page(int l, DevicePage p) const { return layer(l) + p.value * page_floats_; }
+  float* block_head(int l, DevicePage p, int head) const { return page(l, p) + head * block_head_floats_; }
+
+ private:
+  std::vector<Memory> layers_;
+  int64_t page_floats_, block_head_floats_;
+};
+
+// [host_block][kv_head][K|V][16][D]. A unit's generation grows with each owner; it is complete once the write-through has ended,
+// and only a complete unit may be fetched. Reference counts and checksums come with the sharing of units.
+class HostPool {
+ public:
+  explicit HostPool(const CoreConfig& c);
+
+  IdPool<HostBlock> ids;
+
+  float* unit(HostBlock b) const { return memory_.data() + b.value * unit_floats_; }
+  float* block_head(HostBlock b, int head) const { return unit(b) + head * block_head_floats_; }
+  void begin_owner(HostBlock b);
+  void mark_complete(HostBlock b) { entries_[b.value].complete = true; }
+  bool complete(HostBlock b) const { return entries_[b.value].complete; }
+
+ private:
+  struct Entry {
+    uint32_t generation = 0;
+    bool complete = false;
+  };
+  Memory memory_;
+  std::vector<Entry> entries_;
+  int64_t unit_floats_, block_head_floats_;
+};
+
+// Per layer: [summary_page][kv_head][64 blocks][2][D].
+class SummaryPool {
+ public:
+  explicit SummaryPool(const CoreConfig& c);
+
+  IdPool<SummaryPage> ids;
+
+  float* page(int l, SummaryPage p) const { return layers_[l].data() + p.value * page_floats_; }
+  float* head(int l, SummaryPage p, int h) const { return page(l, p) + h * head_floats_; }
+  int64_t page_floats() const { return page_floats_; }
+  int64_t entry_floats() const { return head_floats_ / kSummaryBlocks; }
+
+ private:
+  std::vector<Memory> layers_;
+  int64_t page_floats_, head_floats_;
+};
+
+struct Pools {
+  explicit Pools(const CoreConfig& c) : device(c), host(c), summary(c) {}
+  DevicePool device;
+  HostPool host;
+  SummaryPool summary;
+};
+
+}  // namespace oasis

@@ -1,0 +1,72 @@
+// The background of a step: predict, select, write through, fetch. One predictor and one transfer worker; events per layer.
+#pragma once
+
+#include <atomic>
+#include <exception>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "lookahead/select.h"
+#include "pipeline/event.h"
+#include "pipeline/trace.h"
+#include "pipeline/worker.h"
+#include "sched/step_plan.h"
+
+namespace oasis {
+
+// What the foreground settled in this layer, one entry a (group, head) of a sparse sequence.
+struct Fill {
+  Slot slot;
+  LogicalBlock evicted;
+};
+
+struct LayerJob {
+  std::shared_ptr<StepPlan> plan;
+  int layer = 0;
+  std::vector<std::vector<Fill>> fills;  // [group][head], empty where nothing was filled
+};
+
+class Background {
+ public:
+  Background(const CoreConfig& config, const Ops& ops, Pools& pools);
+
+  // Where the foreground stages the queries that predict: [staged row][Hq * D]. Free to write after wait_transfer(layer, step - 1).
+  float* staged(int layer) { return staged_[layer].data(); }
+
+  void launch(LayerJob job);
+  void attended(int layer, int64_t step) { attended_[layer].record(step); }
+  void wait_transfer(int layer, int64_t step);  // rethrows what a worker threw
+  void wait_step(int64_t step) { wait_transfer(config_.num_layers - 1, step); }
+  bool step_done(int64_t step) { return transferred_.back().reached(step); }
+
+  std::vector<TraceRecord> take_trace() { return trace_.take(); }
+
+ private:
+  struct Copy {
+    HostBlock unit;
+    const float* from;
+    float* to;
+  };
+
+  std::vector<Copy> predict(const LayerJob& job);
+  void transfer(const LayerJob& job, const std::vector<Copy>& copies);
+  void write_through(const RowGroup& g, int layer, const std::vector<Fill>& fills);
+  void delay();
+  void guard(const std::function<void()>& work);
+
+  const CoreConfig& config_;
+  const Ops& ops_;
+  Pools& pools_;
+  Scorer scorer_;
+  Trace trace_;
+  std::vector<std::vector<float>> staged_;
+  std::vector<StepEvent> attended_, transferred_;
+  std::mutex error_mutex_;
+  std::exception_ptr error_;
+  std::mt19937_64 delay_rng_;
+  Worker transfer_worker_;  // destroyed after the predictor, which feeds it
+  Worker predictor_;
+};
+
+}  // namespace oasis

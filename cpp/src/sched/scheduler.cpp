@@ -1,0 +1,262 @@
+#include "sched/scheduler.h"
+
+#include <algorithm>
+#include <string>
+
+namespace oasis {
+
+Scheduler::Scheduler(const CoreConfig& config, Pools& pools, Background& background)
+    : config_(config), pools_(pools), background_(background) {}
+
+// The device pages a request needs at its widest, running alone (docs/design.md, section 3).
+int64_t Scheduler::pages_alone(int64_t prompt_tokens, int64_t max_new_tokens) const {
+  const int64_t all = blocks_for(prompt_tokens + max_new_tokens);
+  if (!config_.sparse_enabled) return all;
+  const int64_t slack = 2 * config_.max_draft_len + 2;
+  const int64_t dense_tokens = std::max(prompt_tokens, config_.sparse_from_tokens) + slack;
+  const int64_t dense = std::min(all, blocks_for(dense_tokens)) + 2;
+  return std::max(dense, std::min<int64_t>(config_.top_k_blocks, all) + 2);
+}
+
+void Scheduler::check(int64_t prompt_tokens, int64_t max_new_tokens) const {
+  if (prompt_tokens < 1) throw std::invalid_argument("prompt_tokens = " + std::to_string(prompt_tokens) + ": must be at least 1");
+  if (max_new_tokens < 1) throw std::invalid_argument("max_new_tokens = " + std::to_string(max_new_tokens) + ": must be at least 1");
+  const int64_t max_tokens = prompt_tokens + max_new_tokens;
+  const std::string what = "a prompt of " + std::to_string(prompt_tokens) + " tokens with max_tokens " + std::to_string(max_new_tokens);
+  if (max_tokens > config_.max_seq_len)
+    throw CapacityError(what + " exceeds max_seq_len " + std::to_string(config_.max_seq_len) + ": shorten the prompt or lower max_tokens");
+  if (pages_alone(prompt_tokens, max_new_tokens) > config_.device_pages)
+    throw CapacityError(what + " needs " + std::to_string(pages_alone(prompt_tokens, max_new_tokens)) + " device pages for its dense part, the pool has " +
+                        std::to_string(config_.device_pages) + ": raise device_kv_gib or shorten the prompt");
+  const int64_t host = blocks_for(max_tokens) * config_.num_layers;
+  if (host > config_.host_blocks)
+    throw CapacityError(what + " needs " + std::to_string(host) + " host blocks, the pool has " + std::to_string(config_.host_blocks) +
+                        ": raise host_kv_gib or lower max_tokens");
+  if (config_.sparse_enabled && div_up(blocks_for(max_tokens), kSummaryBlocks) > pools_.summary.ids.size())
+    throw CapacityError(what + " needs more summary pages than the pool has (" + std::to_string(pools_.summary.ids.size()) +
+                        "): raise summary_pages");
+}
+
+void Scheduler::submit(RequestId id, int64_t prompt_tokens, int64_t max_new_tokens) {
+  if (find(id)) throw std::invalid_argument("request id " + std::to_string(id) + " is already in use");
+  check(prompt_tokens, max_new_tokens);
+  auto r = std::make_unique<Request>();
+  r->id = id;
+  r->prompt_tokens = prompt_tokens;
+  r->max_new_tokens = max_new_tokens;
+  r->tokens = prompt_tokens;
+  requests_.push_back(std::move(r));
+}
+
+bool Scheduler::end(RequestId id) {
+  const auto at = std::find_if(requests_.begin(), requests_.end(), [&](const auto& r) { return r->id == id; });
+  if (at == requests_.end()) return false;
+  if ((*at)->seq) retired_.push_back({(*at)->last_step, std::move((*at)->seq)});
+  requests_.erase(at);
+  reap();
+  return true;
+}
+
+void Scheduler::reap() {
+  std::erase_if(retired_, [&](const Retired& r) { return r.step == 0 || background_.step_done(r.step); });
+}
+
+void Scheduler::drain() {
+  background_.wait_step(step_);
+  reap();
+}
+
+const Request* Scheduler::find(RequestId id) const {
+  for (const auto& r : requests_)
+    if (r->id == id) return r.get();
+  return nullptr;
+}
+
+int64_t Scheduler::count(RequestState state) const {
+  return std::count_if(requests_.begin(), requests_.end(), [&](const auto& r) { return r->state == state; });
+}
+
+int Scheduler::running() const {
+  return static_cast<int>(std::count_if(requests_.begin(), requests_.end(), [](const auto& r) { return r->running(); }));
+}
+
+bool Scheduler::selects_first(const Request& r) const {
+  return config_.sparse_enabled && r.state == RequestState::kDecode && !r.seq->in_sparse() &&
+         r.seq->committed >= config_.sparse_from_tokens;
+}
+
+std::vector<std::pair<RequestId, int>> Scheduler::draft_wanted() const {
+  std::vector<std::pair<RequestId, int>> wanted;
+  if (config_.max_draft_len == 0) return wanted;
+  for (const auto& r : requests_) {
+    if (r->state != RequestState::kDecode) continue;
+    if (!config_.accept_drafts && !r->seq->in_sparse() && !selects_first(*r) && !r->sparsify) continue;
+    const int64_t room = r->max_tokens() - r->tokens;
+    const int rows = static_cast<int>(std::min<int64_t>(config_.max_draft_len, room));
+    if (rows > 0) wanted.emplace_back(r->id, rows);
+  }
+  return wanted;
+}
+
+void Scheduler::preempt(Request& r) {
+  background_.wait_step(r.last_step);
+  r.seq->save_to_host();
+  r.resume_to = r.state;
+  r.state = RequestState::kPreempted;
+}
+
+// Pages for `r`, preempting the youngest running request while there are too few; false when that was `r` itself.
+bool Scheduler::make_room(Request& r, int64_t total_pages) {
+  while (!r.seq->grow_pages(total_pages)) {
+    reap();
+    if (r.seq->grow_pages(total_pages)) return true;
+    const auto youngest = std::find_if(requests_.rbegin(), requests_.rend(), [](const auto& q) { return q->running(); });
+    preempt(**youngest);
+    if (youngest->get() == &r) return false;
+  }
+  return true;
+}
+
+void Scheduler::turn_sparse() {
+  for (size_t i = 0; last_plan_ && i < last_plan_->groups.size(); ++i) {
+    const RowGroup& g = last_plan_->groups[i];
+    if (!g.predicts || g.kind != RowKind::kDense) continue;
+    const auto at = std::find_if(requests_.begin(), requests_.end(), [&](const auto& r) { return r->id == g.id; });
+    if (at == requests_.end() || !(*at)->sparsify) continue;
+    Request& r = **at;
+    background_.wait_step(last_plan_->step);
+    r.sparsify = false;
+    if (!make_room(r, g.settle_to + 2)) continue;  // preempted while dense: it selects again after it resumes
+    r.seq->sparsify(last_plan_->first_choice[i], g.settle_to, last_plan_->step);
+  }
+}
+
+void Scheduler::resume_one() {
+  for (const auto& r : requests_) {
+    if (r->state != RequestState::kPreempted) continue;
+    if (running() < config_.max_batch_size && r->seq->restore_from_host()) r->state = r->resume_to;
+    return;  // oldest first: a younger one must not overtake it
+  }
+}
+
+void Scheduler::admit() {
+  if (count(RequestState::kPreempted) > 0) return;
+  for (const auto& r : requests_) {
+    if (r->state != RequestState::kWaiting) continue;
+    if (running() >= config_.max_batch_size) return;
+    if (pools_.device.ids.free_count() < blocks_for(r->prompt_tokens)) return;
+    auto seq = std::make_unique<SequenceKv>(config_, pools_, r->max_tokens());
+    if (!seq->reserve()) return;
+    seq->grow_pages(blocks_for(r->prompt_tokens));
+    r->seq = std::move(seq);
+    r->state = RequestState::kPrefill;
+  }
+}
+
+std::shared_ptr<StepPlan> Scheduler::plan(const std::map<RequestId, int>& drafts) {
+  reap();
+  turn_sparse();
+  last_plan_.reset();
+  if (running() == 0) drain();  // nothing else would wake the caller for what the retired still hold
+  resume_one();
+  admit();
+  auto plan = std::make_shared<StepPlan>();
+  plan->step = step_ + 1;
+  // By index: preempting changes states, never the order. Only requests younger than the one at hand are preempted, or itself.
+  for (size_t i = 0; i < requests_.size(); ++i) {
+    Request& r = *requests_[i];
+    if (r.state != RequestState::kDecode) continue;
+    const auto d = drafts.find(r.id);
+    add_decode(*plan, r, d == drafts.end() ? 0 : d->second);
+  }
+  for (const auto& r : requests_)
+    if (r->state == RequestState::kPrefill && plan->rows < config_.max_num_tokens) add_prefill(*plan, *r);
+  if (plan->groups.empty()) return nullptr;
+  plan->first_choice.resize(plan->groups.size());
+  for (size_t i = 0; i < plan->groups.size(); ++i)
+    if (plan->groups[i].predicts && plan->groups[i].kind == RowKind::kDense)
+      plan->first_choice[i].resize(static_cast<size_t>(config_.num_layers) * config_.num_kv_heads);
+  step_ = plan->step;
+  last_plan_ = plan;
+  return plan;
+}
+
+void Scheduler::add_decode(StepPlan& plan, Request& r, int drafts) {
+  if (drafts < 0 || drafts > config_.max_draft_len || r.tokens + drafts > r.max_tokens())
+    throw std::invalid_argument("drafts = " + std::to_string(drafts) + " for request " + std::to_string(r.id) +
+                                ": more than draft_wanted() asked for");
+  const bool first = selects_first(r);
+  RowGroup g;
+  g.kind = r.seq->in_sparse() ? RowKind::kSparse : RowKind::kDense;
+  g.start = r.seq->committed;
+  g.rows = 1 + drafts;
+  g.drafts = drafts;
+  g.logits_rows = config_.accept_drafts ? std::max(1, drafts) : 1;  // the last draft row is a scout
+  g.predicts = first || g.kind == RowKind::kSparse;
+  int64_t pages = blocks_for(g.start + g.rows);
+  if (g.kind == RowKind::kSparse) {
+    const int64_t slots = static_cast<int64_t>(r.seq->pages().size());
+    g.grows = r.seq->complete_blocks() > r.seq->settled && slots < r.seq->max_slots();
+    pages = slots + (g.grows ? 1 : 0);
+  }
+  if (!make_room(r, pages)) return;
+  r.sparsify = first;
+  add_group(plan, r, std::move(g));
+}
+
+void Scheduler::add_prefill(StepPlan& plan, Request& r) {
+  RowGroup g;
+  g.kind = RowKind::kPrefill;
+  g.start = r.seq->committed;
+  g.rows = static_cast<int>(std::min<int64_t>(r.prompt_tokens - g.start, config_.max_num_tokens - plan.rows));
+  g.logits_rows = g.start + g.rows == r.prompt_tokens ? 1 : 0;
+  add_group(plan, r, std::move(g));
+}
+
+void Scheduler::add_group(StepPlan& plan, Request& r, RowGroup g) {
+  g.id = r.id;
+  g.seq = r.seq.get();
+  g.row0 = plan.rows;
+  g.settle_from = r.seq->settled;
+  g.settle_to = r.seq->complete_blocks();
+  g.pages = r.seq->reading_order(g.start + g.rows - 1);
+  const int64_t resident = g.kind == RowKind::kSparse ? static_cast<int64_t>(r.seq->pages().size()) * kBlockTokens : g.settle_to * kBlockTokens;
+  g.visible = resident + g.start + 1 - g.settle_to * kBlockTokens;
+  g.staged0 = plan.staged_rows;
+  g.staged_rows = g.predicts ? std::max(1, g.drafts) : 0;
+  plan.rows += g.rows;
+  plan.staged_rows += g.staged_rows;
+  r.last_step = plan.step;
+  plan.groups.push_back(std::move(g));
+}
+
+void Scheduler::commit(const StepPlan& plan, const std::map<RequestId, int>& new_tokens) {
+  for (const RowGroup& g : plan.groups) {
+    const auto at = std::find_if(requests_.begin(), requests_.end(), [&](const auto& r) { return r->id == g.id; });
+    if (at == requests_.end()) continue;  // ended during the step
+    Request& r = **at;
+    int yielded = 0;
+    if (g.logits_rows > 0) {
+      const auto n = new_tokens.find(g.id);
+      yielded = n == new_tokens.end() ? 0 : n->second;
+      if (yielded < 1 || yielded > std::max(1, g.drafts))
+        throw std::invalid_argument("new_tokens = " + std::to_string(yielded) + " for request " + std::to_string(g.id) +
+                                    ": must be 1.." + std::to_string(std::max(1, g.drafts)));
+    }
+    r.tokens += yielded;
+    r.seq->settled = g.settle_to;
+    r.seq->committed += g.kind == RowKind::kPrefill ? g.rows : yielded;
+    if (g.kind == RowKind::kPrefill) {
+      if (g.logits_rows > 0) r.state = RequestState::kDecode;
+      continue;
+    }
+    SequenceStats& s = r.seq->stats;
+    if (g.kind == RowKind::kDense) ++s.dense_steps;
+    if (g.kind == RowKind::kSparse) {
+      ++s.sparse_steps;
+      s.resident_tokens_max = std::max(s.resident_tokens_max, g.visible + g.rows - 1);
+    }
+  }
+}
+
+}  // namespace oasis

@@ -1,0 +1,64 @@
+// Admission, the composition of each step, preemption and ending. Called between steps, by one thread.
+#pragma once
+
+#include <deque>
+#include <map>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "pipeline/background.h"
+#include "sched/request.h"
+#include "sched/step_plan.h"
+
+namespace oasis {
+
+class Scheduler {
+ public:
+  Scheduler(const CoreConfig& config, Pools& pools, Background& background);
+
+  // Throws CapacityError for what could never run here, even alone. Reads sizes only: any thread may call it.
+  void check(int64_t prompt_tokens, int64_t max_new_tokens) const;
+  void submit(RequestId id, int64_t prompt_tokens, int64_t max_new_tokens);
+  bool end(RequestId id);  // false if unknown
+  std::vector<std::pair<RequestId, int>> draft_wanted() const;
+  // The next step, or null when nothing can run. `drafts`: draft rows the caller has for each request.
+  std::shared_ptr<StepPlan> plan(const std::map<RequestId, int>& drafts);
+  // The step is over: how many tokens each group with logits yielded.
+  void commit(const StepPlan& plan, const std::map<RequestId, int>& new_tokens);
+  void reap();   // frees ended requests whose background is through
+  void drain();  // waits for the background, then reaps
+
+  const Request* find(RequestId id) const;
+  int64_t count(RequestState state) const;
+  int64_t retired() const { return static_cast<int64_t>(retired_.size()); }
+  int64_t last_step() const { return step_; }
+
+ private:
+  struct Retired {
+    int64_t step;
+    std::unique_ptr<SequenceKv> seq;
+  };
+
+  int64_t pages_alone(int64_t prompt_tokens, int64_t max_new_tokens) const;
+  bool selects_first(const Request& r) const;
+  void turn_sparse();
+  void resume_one();
+  void admit();
+  bool make_room(Request& r, int64_t total_pages);
+  void preempt(Request& r);
+  void add_decode(StepPlan& plan, Request& r, int drafts);
+  void add_prefill(StepPlan& plan, Request& r);
+  void add_group(StepPlan& plan, Request& r, RowGroup g);
+  int running() const;
+
+  const CoreConfig& config_;
+  Pools& pools_;
+  Background& background_;
+  std::deque<std::unique_ptr<Request>> requests_;  // oldest first
+  std::deque<Retired> retired_;
+  int64_t step_ = 0;
+  std::shared_ptr<StepPlan> last_plan_;
+};
+
+}  // namespace oasis

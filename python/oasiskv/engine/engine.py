@@ -1,0 +1,241 @@
+"""One step for the whole batch: draft, plan, forward, sample, commit."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from typing import Any
+
+import torch
+
+from oasiskv import _core
+from oasiskv.checkpoint import ModelConfig, load_checkpoint, resolve_model
+from oasiskv.config import EngineConfig
+from oasiskv.draft import DraftRequest, make_drafter
+from oasiskv.engine.sampler import Sampled, Sampler, SampleRow
+from oasiskv.engine.sampling import SamplingParams
+from oasiskv.engine.sequence import RequestOutput, Sequence
+from oasiskv.errors import CapacityError, ConfigError, EngineError, RequestError
+from oasiskv.models.decoder import DecoderModel
+from oasiskv.models.rope import rope_tables
+from oasiskv.tokenizer import IncrementalDetokenizer, Tokenizer
+
+_GIB = 1024**3
+
+
+def core_config(config: EngineConfig, model: ModelConfig) -> _core.CoreConfig:
+    """Sizes of the pools and rules of selection for this model. Raises ConfigError."""
+    c = _core.CoreConfig()
+    c.num_layers, c.head_dim = model.num_hidden_layers, model.head_size
+    c.num_q_heads, c.num_kv_heads = model.num_attention_heads, model.num_key_value_heads
+    c.sparse_enabled = not config.dense
+    c.top_k_blocks, c.fetch_cap_blocks = config.top_k_blocks, config.fetch_cap_blocks
+    c.sparse_from_tokens = config.sparse_from_tokens
+    drafts_used = config.accept_drafts or not config.dense
+    c.max_draft_len = config.draft_len if drafts_used and config.drafter != "previous" else 0
+    c.accept_drafts = config.accept_drafts
+    c.summary, c.group_combine = config.summary, config.group_combine
+    c.device_pages = int(config.device_kv_gib * _GIB / (c.page_bytes * c.num_layers))
+    c.host_blocks = int(config.host_kv_gib * _GIB / c.page_bytes)
+    c.max_batch_size, c.max_num_tokens = config.max_batch_size, config.max_num_tokens
+    limit = model.max_position_embeddings
+    if config.max_seq_len is not None and config.max_seq_len > limit:
+        raise ConfigError(f"max_seq_len = {config.max_seq_len}: the model was trained for {limit}; use at most that")
+    c.max_seq_len = config.max_seq_len or limit
+    c.num_threads = config.num_threads or len(os.sched_getaffinity(0))
+    c.trace, c.transfer_delay_us = config.trace, config.transfer_delay_us
+    return c
+
+
+class Engine:
+    """Owns the model, the core and every request's tokens. Driven by one thread; only `check` is safe from others."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        folder = resolve_model(config.model, config.dtype)
+        self.config = config
+        self.model_config, weights = load_checkpoint(folder)
+        self.tokenizer = Tokenizer.from_dir(folder)
+        core = core_config(config, self.model_config)
+        _core.set_num_threads(core.num_threads)
+        self._model = DecoderModel(self.model_config, weights)
+        cos, sin = rope_tables(self.model_config, core.max_seq_len)
+        try:
+            self._core = _core.Core(core, cos.data_ptr(), sin.data_ptr())
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        self.core_config = core
+        self._drafter = make_drafter(config.drafter, self.model_config, self.tokenizer)
+        self._sampler = Sampler(self.tokenizer.eos_ids)
+        self._sequences: dict[int, Sequence] = {}
+        self._ids = itertools.count(1)
+
+    # ------------------------------------------------------------ requests
+
+    def check(self, prompt_ids: list[int], params: SamplingParams) -> None:
+        """Raise RequestError or CapacityError for what can never run here."""
+        if not prompt_ids:
+            raise RequestError("the prompt is empty: give at least one token")
+        vocab = self.model_config.vocab_size
+        bad = next((t for t in prompt_ids if not 0 <= t < vocab), None)
+        if bad is not None:
+            raise RequestError(f"prompt token id {bad} is outside the vocabulary of {vocab}")
+        try:
+            self._core.check(len(prompt_ids), params.max_tokens)
+        except ValueError as error:
+            raise CapacityError(str(error)) from None
+
+    def next_id(self) -> int:
+        return next(self._ids)
+
+    def add(self, request_id: int, prompt_ids: list[int], params: SamplingParams) -> None:
+        """Queue a checked request."""
+        self._core.submit(request_id, len(prompt_ids), params.max_tokens)
+        detokenizer = IncrementalDetokenizer(self.tokenizer)
+        self._sequences[request_id] = Sequence(request_id, prompt_ids, params, detokenizer, self.tokenizer.eos_ids)
+
+    def stop(self, request_id: int, reason: str, error: str | None = None) -> RequestOutput | None:
+        """End a request from outside, in any state; None if it is not known (any more)."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None:
+            return None
+        stats = self._end(sequence)
+        return sequence.cut_short(reason, error, stats)
+
+    def active(self) -> list[int]:
+        return list(self._sequences)
+
+    def _end(self, sequence: Sequence) -> dict[str, Any]:
+        stats = self._stats(sequence)
+        self._core.end(sequence.id)
+        self._drafter.forget(sequence.id)
+        del self._sequences[sequence.id]
+        return stats
+
+    def _stats(self, sequence: Sequence) -> dict[str, Any]:
+        core = self._core.stats(sequence.id)
+        return {
+            "prompt_tokens": len(sequence.prompt_ids),
+            "generated_tokens": len(sequence.output_ids),
+            "top_k_blocks": self.config.top_k_blocks,
+            "fetch_cap_blocks": self.config.fetch_cap_blocks,
+            "draft_tokens": sequence.drafted,
+            "draft_accepted": sequence.accepted,
+            **sequence.timings(),
+            **core,
+        }
+
+    # ------------------------------------------------------------ the step
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; the outputs of every request that yielded something. [] when nothing can run."""
+        drafts = self._propose()
+        groups = self._core.plan({i: len(d) for i, d in drafts.items()})
+        if not groups:
+            return []
+        try:
+            logits = self._forward(groups, drafts)
+        except BaseException:
+            self._core.abort_step()
+            raise
+        return self._finish_step(groups, drafts, logits)
+
+    def _propose(self) -> dict[int, list[int]]:
+        wanted = self._core.draft_wanted()
+        if not wanted:
+            return {}
+        requests = [DraftRequest(i, self._sequences[i].prompt_ids + self._sequences[i].output_ids, n) for i, n in wanted]
+        proposals = self._drafter.propose(requests)
+        return {r.id: d[: r.count] for r, d in zip(requests, proposals, strict=True) if d}
+
+    def _forward(self, groups: list[_core.RowGroup], drafts: dict[int, list[int]]) -> torch.Tensor:
+        tokens: list[int] = []
+        wanted: list[int] = []
+        for g in groups:
+            first = len(tokens)
+            tokens += self._sequences[g.id].tokens(g.start, g.start + g.rows - g.drafts)
+            tokens += drafts.get(g.id, [])[: g.drafts]
+            if g.kind == "prefill":
+                wanted += range(len(tokens) - g.logits_rows, len(tokens))
+            else:
+                wanted += range(first, first + g.logits_rows)
+
+        def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
+            out = torch.empty(qkv.shape[0], self.core_config.num_q_heads * self.core_config.head_dim)
+            self._core.forward(layer, qkv.data_ptr(), out.data_ptr())
+            return out
+
+        with torch.inference_mode():
+            return self._model.forward(torch.tensor(tokens), attend, torch.tensor(wanted, dtype=torch.int64))
+
+    def _finish_step(
+        self, groups: list[_core.RowGroup], drafts: dict[int, list[int]], logits: torch.Tensor
+    ) -> list[RequestOutput]:
+        yielded: dict[int, int] = {}
+        outputs: dict[int, RequestOutput] = {}
+        broken: dict[int, str] = {}
+        first_row = 0
+        pending: list[tuple[_core.RowGroup, int]] = []  # group, its first logits row
+        for g in groups:
+            if g.logits_rows:
+                pending.append((g, first_row))
+                first_row += g.logits_rows
+        # Round r samples row r of every group whose first r drafts were all right; rows of one group depend on each other.
+        round_ = 0
+        while pending:
+            rows = [row0 + round_ for _, row0 in pending]
+            sampled = self._sample(pending, logits[rows])
+            further = []
+            for (g, row0), token in zip(pending, sampled, strict=True):
+                sequence = self._sequences[g.id]
+                yielded[g.id] = round_ + 1
+                if token is None:
+                    broken[g.id] = "the model returned logits that are not finite"
+                    continue
+                sequence.append(token, outputs.setdefault(g.id, RequestOutput(g.id)))
+                draft = drafts.get(g.id, [])
+                if round_ + 1 < g.logits_rows and not sequence.finish_reason and draft[round_] == token.token_id:
+                    further.append((g, row0))
+            pending = further
+            round_ += 1
+        for g in groups:
+            if g.drafts:
+                self._sequences[g.id].drafted += g.drafts
+                self._sequences[g.id].accepted += yielded[g.id] - 1
+        self._core.commit(yielded)
+        return self._close(outputs, broken)
+
+    def _sample(self, pending: list[tuple[_core.RowGroup, int]], logits: torch.Tensor) -> list[Sampled | None]:
+        rows = []
+        for g, _ in pending:
+            s = self._sequences[g.id]
+            rows.append(SampleRow(s.params, len(s.prompt_ids) + len(s.output_ids), s.prompt_ids, s.output_ids))
+        good = torch.isfinite(logits).all(dim=1).tolist()
+        if all(good):
+            return list(self._sampler.sample(logits, rows))
+        kept = [i for i, ok in enumerate(good) if ok]
+        sampled = iter(self._sampler.sample(logits[kept], [rows[i] for i in kept]) if kept else [])
+        return [next(sampled) if ok else None for ok in good]
+
+    def _close(self, outputs: dict[int, RequestOutput], broken: dict[int, str]) -> list[RequestOutput]:
+        for request_id, output in outputs.items():
+            sequence = self._sequences[request_id]
+            if request_id not in broken and sequence.finish_reason:
+                output.finished, output.finish_reason = True, sequence.finish_reason
+                output.stats = self._end(sequence)
+        results = [o for i, o in outputs.items() if i not in broken and (o.token_ids or o.finished)]
+        return results + [o for i, why in broken.items() if (o := self.stop(i, "error", why))]
+
+    def usage(self) -> dict[str, int]:
+        """Occupancy of the pools and counts of requests by state."""
+        return self._core.usage()
+
+    def take_trace(self) -> list[dict[str, Any]]:
+        """Decisions since the last call, with `trace=True`; see docs/design.md, section 5."""
+        return self._core.take_trace()
+
+    def drain(self) -> None:
+        """Wait for the background. Raises EngineError when a worker failed: this engine is then unusable."""
+        try:
+            self._core.drain()
+        except Exception as error:
+            raise EngineError(f"the background pipeline failed: {error}") from error

@@ -1,0 +1,144 @@
+"""The thread that drives an Engine: requests and cancels come in from any thread, outputs go out by callback."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from oasiskv.config import EngineConfig
+from oasiskv.engine.engine import Engine
+from oasiskv.engine.sampling import SamplingParams
+from oasiskv.engine.sequence import RequestOutput
+from oasiskv.errors import EngineError
+
+OnOutput = Callable[[RequestOutput], None]
+_log = logging.getLogger(__name__)
+
+
+class EngineLoop:
+    """Every request that `submit` accepted gets exactly one output with `finished` set, whatever happens."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._engine = Engine(config)
+        self.config = config
+        self.tokenizer = self._engine.tokenizer
+        self.model_config = self._engine.model_config
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._listeners: dict[int, OnOutput] = {}
+        self._lock = threading.Lock()  # guards _broken and the order of submit against it
+        self._broken: str | None = None
+        self._closing = False
+        self._usage = self._engine.usage()
+        self._thread = threading.Thread(target=self._run, name="oasiskv-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, prompt_ids: list[int], params: SamplingParams, on_output: OnOutput) -> int:
+        """Queue a request; `on_output` is called on the engine's thread. Raises RequestError, CapacityError, EngineError."""
+        self._engine.check(prompt_ids, params)
+        request_id = self._engine.next_id()
+        with self._lock:
+            if self._broken:
+                raise EngineError(self._broken)
+            self._inbox.put(lambda: self._add(request_id, prompt_ids, params, on_output))
+        return request_id
+
+    def check(self, prompt_ids: list[int], params: SamplingParams) -> None:
+        """Raise RequestError or CapacityError for what can never run here; safe from any thread."""
+        self._engine.check(prompt_ids, params)
+
+    def cancel(self, request_id: int) -> None:
+        """End a request with the reason `cancelled`; nothing happens if it has ended."""
+        self._inbox.put(lambda: self._deliver(self._engine.stop(request_id, "cancelled")))
+
+    def usage(self) -> dict[str, Any]:
+        """Pool occupancy after the last step; safe from any thread."""
+        return dict(self._usage)
+
+    @property
+    def broken(self) -> str | None:
+        """Why the engine can serve no more, or None."""
+        return self._broken
+
+    def close(self) -> None:
+        """Cancel what runs, end the thread, free the pools. Idempotent."""
+        if self._closing:
+            return
+        self._closing = True
+        self._inbox.put(self._shut)
+        self._thread.join()
+
+    # ------------------------------------------------------------ on the engine's thread
+
+    def _run(self) -> None:
+        while not self._broken:
+            idle = not self._listeners
+            try:
+                self._handle_inbox(block=idle)
+                if self._listeners and not self._broken:
+                    for output in self._engine.step():
+                        self._deliver(output)
+            except Exception as error:
+                self._fail(error)
+            self._usage = self._engine.usage()
+
+    def _handle_inbox(self, block: bool) -> None:
+        try:
+            if block:
+                self._inbox.get()()
+            while True:
+                self._inbox.get_nowait()()
+        except queue.Empty:
+            return
+
+    def _add(self, request_id: int, prompt_ids: list[int], params: SamplingParams, on_output: OnOutput) -> None:
+        self._listeners[request_id] = on_output
+        self._engine.add(request_id, prompt_ids, params)
+
+    def _deliver(self, output: RequestOutput | None) -> None:
+        if output is None:
+            return
+        listener = self._listeners.get(output.request_id)
+        if output.finished:
+            self._listeners.pop(output.request_id, None)
+        if listener is None:
+            return
+        try:
+            listener(output)
+        except Exception:  # one client's fault must not stop the batch
+            _log.exception("request %d: its output callback failed; the request is cancelled", output.request_id)
+            self._listeners.pop(output.request_id, None)
+            self._engine.stop(output.request_id, "cancelled")
+
+    def _fail(self, error: Exception) -> None:
+        """A step failed: every request in flight ends with the error. The engine goes on if its background is sound."""
+        _log.exception("engine step failed; the requests in flight end with an error")
+        why = f"engine step failed: {type(error).__name__}: {error}"
+        try:
+            self._engine.drain()
+        except EngineError as fatal:
+            with self._lock:
+                self._broken = str(fatal)
+        self._end_all("error", why)
+        if self._broken:
+            self._refuse_queued(why)
+
+    def _refuse_queued(self, why: str) -> None:
+        self._handle_inbox(block=False)
+        self._end_all("error", why)
+
+    def _end_all(self, reason: str, error: str | None) -> None:
+        for request_id in list(self._listeners):
+            try:
+                output = self._engine.stop(request_id, reason, error)
+            except Exception:  # a broken background cannot give the statistics
+                output = None
+            self._deliver(output or RequestOutput(request_id, finished=True, finish_reason=reason, error=error))
+
+    def _shut(self) -> None:
+        with self._lock:
+            self._broken = "the engine is closed"
+        self._end_all("cancelled", None)
+        self._refuse_queued("the engine is closed")

@@ -1,0 +1,149 @@
+"""One request on the token side: what was generated, what of it may be shown, and when it ends."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from oasiskv.engine.sampler import Sampled
+from oasiskv.engine.sampling import SamplingParams
+from oasiskv.tokenizer import IncrementalDetokenizer
+
+
+@dataclass
+class RequestOutput:
+    """What a request yielded since its last output. Joined, the texts and token ids of all outputs are the answer."""
+
+    request_id: int
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[Sampled] = field(default_factory=list)
+    finished: bool = False
+    finish_reason: str | None = None  # stop, length, cancelled or error
+    error: str | None = None
+    stats: dict[str, Any] | None = None  # on the last output
+
+
+class StopText:
+    """Holds text back while it may be the beginning of a stop string; cuts at the first stop string that appears."""
+
+    def __init__(self, stop: tuple[str, ...], include: bool) -> None:
+        self._stop = stop
+        self._include = include
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """Return (text that may be shown, whether a stop string was met)."""
+        if not self._stop:
+            return text, False
+        self._held += text
+        hits = [(at, s) for s in self._stop if (at := self._held.find(s)) >= 0]
+        if hits:
+            at, s = min(hits, key=lambda hit: (hit[0], -len(hit[1])))
+            shown = self._held[: at + len(s) if self._include else at]
+            self._held = ""
+            return shown, True
+        keep = max(self._overlap(s) for s in self._stop)
+        shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return shown, False
+
+    def _overlap(self, stop: str) -> int:
+        """Length of the longest end of the held text that begins `stop`."""
+        longest = min(len(stop) - 1, len(self._held))
+        return next((n for n in range(longest, 0, -1) if self._held.endswith(stop[:n])), 0)
+
+    @property
+    def holding(self) -> bool:
+        return bool(self._held)
+
+    def flush(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+
+class Sequence:
+    """Prompt, output and end of one request. `new_tokens` are appended in order; the first that ends it is the last kept."""
+
+    def __init__(
+        self,
+        request_id: int,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        detokenizer: IncrementalDetokenizer,
+        eos_ids: frozenset[int],
+    ) -> None:
+        self.id = request_id
+        self.prompt_ids = prompt_ids
+        self.output_ids: list[int] = []
+        self.params = params
+        self.finish_reason: str | None = None
+        self.drafted = 0
+        self.accepted = 0
+        self._stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids)
+        self._detokenizer = detokenizer
+        self._stop_text = StopText(params.stop, params.include_stop_text)
+        self._hidden_ids: list[int] = []
+        self._hidden_logprobs: list[Sampled] = []
+        self._submitted = time.perf_counter()
+        self._first_token: float | None = None
+        self._last_token = self._submitted
+
+    def token_at(self, position: int) -> int:
+        """Token id at `position` of prompt + output."""
+        prompt = len(self.prompt_ids)
+        return self.prompt_ids[position] if position < prompt else self.output_ids[position - prompt]
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        return [self.token_at(p) for p in range(start, stop)]
+
+    def append(self, sampled: Sampled, output: RequestOutput) -> None:
+        """Take one token; put what may be shown of it into `output`."""
+        self._last_token = time.perf_counter()
+        if self._first_token is None:
+            self._first_token = self._last_token
+        token = sampled.token_id
+        self.output_ids.append(token)
+        self._hidden_ids.append(token)
+        self._hidden_logprobs.append(sampled)
+        long_enough = len(self.output_ids) >= self.params.min_tokens
+        if token in self._stops and long_enough:
+            self.finish_reason = "stop"
+            text, met = self._stop_text.push(self._detokenizer.flush())
+            output.text += text + ("" if met else self._stop_text.flush())
+            self._show(output)
+            return
+        text, met = self._stop_text.push(self._detokenizer.push(token))
+        output.text += text
+        if met:
+            self.finish_reason = "stop"
+        elif len(self.output_ids) >= self.params.max_tokens:
+            self.finish_reason = "length"
+            text, met = self._stop_text.push(self._detokenizer.flush())
+            output.text += text + ("" if met else self._stop_text.flush())
+        if self.finish_reason or (self._detokenizer.complete and not self._stop_text.holding):
+            self._show(output)
+
+    def _show(self, output: RequestOutput) -> None:
+        output.token_ids += self._hidden_ids
+        if self.params.logprobs is not None:
+            output.logprobs += self._hidden_logprobs
+        self._hidden_ids, self._hidden_logprobs = [], []
+
+    def cut_short(self, reason: str, error: str | None, stats: dict[str, Any]) -> RequestOutput:
+        """End it from outside; everything held back is shown."""
+        self.finish_reason = reason
+        output = RequestOutput(self.id, finished=True, finish_reason=reason, error=error, stats=stats)
+        output.text = self._stop_text.push(self._detokenizer.flush())[0] + self._stop_text.flush()
+        self._show(output)
+        return output
+
+    def timings(self) -> dict[str, float]:
+        """ttft_ms: submit to first token; tpot_ms: mean time of each further token."""
+        if self._first_token is None:
+            return {"ttft_ms": 0.0, "tpot_ms": 0.0}
+        further = max(1, len(self.output_ids) - 1)
+        return {
+            "ttft_ms": (self._first_token - self._submitted) * 1e3,
+            "tpot_ms": (self._last_token - self._first_token) * 1e3 / further,
+        }
