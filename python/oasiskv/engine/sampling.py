@@ -1,0 +1,74 @@
+"""What a client may ask of sampling, validated."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from oasiskv.errors import RequestError
+
+
+def _check(ok: bool, field: str, value: object, rule: str) -> None:
+    if not ok:
+        raise RequestError(f"{field} = {value!r}: {rule}")
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 filter nothing. Raises RequestError naming the field."""
+
+    max_tokens: int = 128
+    min_tokens: int = 0  # before that many, neither end-of-sequence nor stop ids are sampled
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0  # a token's randomness depends on (seed, position) alone
+    repetition_penalty: float = 1.0  # over prompt and output
+    presence_penalty: float = 0.0  # over output
+    frequency_penalty: float = 0.0  # over output
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_text: bool = False
+    logprobs: int | None = None  # top alternatives a token, besides its own
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        _check(_integer(self.max_tokens) and self.max_tokens >= 1, "max_tokens", self.max_tokens, "must be an integer of at least 1")
+        _check(_integer(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, "must be in 0..max_tokens")
+        _check(_finite(self.temperature) and self.temperature >= 0, "temperature", self.temperature, "must be 0 (greedy) or more")
+        _check(_integer(self.top_k) and self.top_k >= 0, "top_k", self.top_k, "must be 0 (off) or more")
+        _check(_finite(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "must be in (0, 1]")
+        _check(_finite(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "must be in 0..1")
+        _check(_integer(self.seed) and 0 <= self.seed < 2**64, "seed", self.seed, "must be an unsigned 64-bit integer")
+        _check(_finite(self.repetition_penalty) and self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "must be above 0")
+        for field in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, field)
+            _check(_finite(value) and -2 <= value <= 2, field, value, "must be in -2..2")
+        _check(all(isinstance(s, str) and s for s in self.stop), "stop", self.stop, "must be non-empty strings")
+        _check(all(_integer(t) and t >= 0 for t in self.stop_token_ids), "stop_token_ids", self.stop_token_ids, "must be token ids")
+        _check(self.logprobs is None or _integer(self.logprobs) and 0 <= self.logprobs <= 20, "logprobs", self.logprobs, "must be in 0..20")
+
+    @property
+    def plain_greedy(self) -> bool:
+        """Whether the next token is the argmax of the raw logits and nothing else is asked for."""
+        return (
+            self.temperature == 0
+            and self.repetition_penalty == 1
+            and self.presence_penalty == 0
+            and self.frequency_penalty == 0
+            and self.logprobs is None
+            and self.min_tokens == 0
+        )

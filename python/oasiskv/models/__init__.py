@@ -1,0 +1,1 @@
+"""Model layers; attention and its cache belong to the caller."""

@@ -1,0 +1,101 @@
+"""A checkpoint's own tokenizer and chat template."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from oasiskv.errors import CheckpointError, RequestError
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+
+
+def _text(token: Any) -> str | None:
+    """Tokenizer configs hold a special token as text or as an object with its text under `content`."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
+class Tokenizer:
+    """eos_ids: the ids that end a generation. Thread-safe."""
+
+    def __init__(self, backend: Any, config: dict[str, Any], generation: dict[str, Any], template: str | None) -> None:
+        self._backend = backend
+        self._bos = _text(config.get("bos_token"))
+        self._eos = _text(config.get("eos_token"))
+        self._template = template
+        eos = generation.get("eos_token_id")
+        ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
+        if not ids and self._eos is not None:
+            ids = [backend.token_to_id(self._eos)]
+        self.eos_ids = frozenset(i for i in ids if i is not None)
+        self._prepend = backend.token_to_id(self._bos) if config.get("add_bos_token") and self._bos else None
+
+    @classmethod
+    def from_dir(cls, folder: Path | str) -> Tokenizer:
+        """Raises CheckpointError naming the file."""
+        from tokenizers import Tokenizer as Backend
+
+        folder = Path(folder)
+        path = folder / "tokenizer.json"
+        if not path.exists():
+            raise CheckpointError(f"{path} is missing")
+        try:
+            backend = Backend.from_file(str(path))
+        except Exception as error:  # the library raises a bare Exception
+            raise CheckpointError(f"{path} cannot be read: {error}") from None
+        backend.no_truncation()
+        backend.no_padding()
+        config = _json(folder / "tokenizer_config.json")
+        file = folder / "chat_template.jinja"
+        template = file.read_text(encoding="utf-8") if file.exists() else config.get("chat_template")
+        if isinstance(template, list):  # several named ones
+            template = next((t["template"] for t in template if t.get("name") == "default"), None)
+        return cls(backend, config, _json(folder / "generation_config.json"), template)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._backend.get_vocab_size()
+
+    def same_vocabulary(self, other: Tokenizer) -> bool:
+        return self._backend.get_vocab() == other._backend.get_vocab()
+
+    def encode(self, text: str) -> list[int]:
+        """Raw text to ids; a beginning-of-sequence token only where the model's own configuration adds one."""
+        try:
+            ids = self._backend.encode(text, add_special_tokens=True).ids
+        except UnicodeEncodeError as error:
+            raise RequestError(f"the prompt is not valid Unicode at character {error.start}: {error.reason}") from None
+        if self._prepend is not None and ids[:1] != [self._prepend]:
+            return [self._prepend, *ids]
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        """Ids to text, special tokens left out; bytes that are no UTF-8 become U+FFFD."""
+        return self._backend.decode(ids, skip_special_tokens=True)
+
+    def apply_chat(self, messages: list[dict[str, str]]) -> str:
+        """Messages [{"role", "content"}] to the prompt text that asks for the assistant's turn. Raises RequestError."""
+        from jinja2 import TemplateError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        if not self._template:
+            raise RequestError("this model has no chat template: send raw text")
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+
+        def raise_exception(message: str) -> None:
+            raise TemplateError(message)
+
+        environment.globals["raise_exception"] = raise_exception
+        try:
+            template = environment.from_string(self._template)
+            return template.render(messages=messages, add_generation_prompt=True, bos_token=self._bos or "", eos_token=self._eos or "")
+        except TemplateError as error:
+            raise RequestError(f"the chat template refused the messages: {error}") from None

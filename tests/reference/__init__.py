@@ -1,0 +1,1 @@
+"""Slow, plain references that the fast code is held against."""
