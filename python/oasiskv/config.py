@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from decimal import Decimal, InvalidOperation
+from decimal import ROUND_FLOOR, Context, Decimal, InvalidOperation
 
 from oasiskv.errors import ConfigError
 
@@ -26,7 +26,7 @@ def _in_range(field: str, value: int, low: int, high: int) -> None:
 
 
 def _positive(field: str, value: float) -> None:
-    if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
         raise ConfigError(f"{field} = {value!r}: must be a positive number")
 
 
@@ -40,7 +40,8 @@ def fetch_cap_blocks(top_k_blocks: int, fetch_ratio: str) -> int:
         raise ConfigError(f"fetch_ratio = {fetch_ratio!r}: give a number in (0, 1] or 'all'") from None
     if not ratio.is_finite() or not 0 < ratio <= 1:
         raise ConfigError(f"fetch_ratio = {fetch_ratio}: must be in (0, 1], or 'all'")
-    return max(1, math.floor(ratio * top_k_blocks))
+    # Rounded down at 40 digits, so that the floor is that of the exact product.
+    return max(1, math.floor(Context(prec=40, rounding=ROUND_FLOOR).multiply(ratio, Decimal(top_k_blocks))))
 
 
 @dataclass(frozen=True)
@@ -55,13 +56,13 @@ class EngineConfig:
     backend: str = "cpu"
     dense: bool = False
     top_k_blocks: int = 128
-    fetch_ratio: str | float = "0.05"
+    fetch_ratio: str | float = "0.05"  # of top_k_blocks, or "all"
     sparse_from: int | None = None  # context tokens; None: (K + 1) * 16
     summary: str = "mean_std"
     group_combine: str = "softmax_sum"
     row_combine: str = "max"
     drafter: str = "ngram"
-    draft_len: int = 1
+    draft_len: int = 1  # draft rows a request and step; 0 with the drafter `previous`
     accept_drafts: bool = False
     max_batch_size: int = 64
     max_num_tokens: int = 512  # rows a step
@@ -73,7 +74,14 @@ class EngineConfig:
     transfer_delay_us: int = 0  # fault injection for tests
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "fetch_ratio", str(self.fetch_ratio))
+        object.__setattr__(self, "fetch_ratio", str(self.fetch_ratio).strip())
+        if not isinstance(self.model, str) or not self.model:
+            raise ConfigError(f"model = {self.model!r}: give a name such as smollm2-135m, or a path")
+        for flag in ("dense", "accept_drafts", "trace"):
+            if not isinstance(getattr(self, flag), bool):
+                raise ConfigError(f"{flag} = {getattr(self, flag)!r}: must be true or false")
+        if self.drafter == "previous":  # the normal row's query predicts: no draft rows
+            object.__setattr__(self, "draft_len", 0)
         if self.backend != "cpu":
             raise ConfigError(f"backend = {self.backend!r}: this build has the backend cpu only")
         _one_of("dtype", self.dtype, DTYPES)
@@ -86,7 +94,13 @@ class EngineConfig:
             _in_range("sparse_from", self.sparse_from, BLOCK_TOKENS, 2**31 - 1)
         _in_range("draft_len", self.draft_len, 0, MAX_DRAFT_LEN)
         _in_range("max_batch_size", self.max_batch_size, 1, 4096)
-        _in_range("max_num_tokens", self.max_num_tokens, self.max_batch_size * (1 + self.draft_len), 1 << 20)
+        _in_range("max_num_tokens", self.max_num_tokens, 1, 1 << 20)
+        rows = self.max_batch_size * (1 + self.draft_len)
+        if self.max_num_tokens < rows:
+            raise ConfigError(
+                f"max_num_tokens = {self.max_num_tokens}: a step of max_batch_size = {self.max_batch_size} requests with "
+                f"draft_len = {self.draft_len} has {rows} rows; raise it to {rows}, or lower one of the two"
+            )
         if self.max_seq_len is not None:
             _in_range("max_seq_len", self.max_seq_len, 2, 1 << 24)
         if self.num_threads is not None:
@@ -97,7 +111,8 @@ class EngineConfig:
         self._check_drafter()
 
     def _check_drafter(self) -> None:
-        if self.drafter not in ("ngram", "previous") and not (self.drafter.startswith("model:") and len(self.drafter) > 6):
+        model_path = isinstance(self.drafter, str) and self.drafter.startswith("model:") and len(self.drafter) > len("model:")
+        if self.drafter not in ("ngram", "previous") and not model_path:
             raise ConfigError(f"drafter = {self.drafter!r}: use ngram, previous or model:<path>")
         if not self.accept_drafts:
             return

@@ -16,6 +16,7 @@ from decimal import Decimal
 import numpy as np
 
 BLOCK = 16
+BYTES = 4  # of an element, float32
 SUMMARIES = ("mean_std", "minmax", "halves")
 COMBINES = ("softmax_sum", "max", "sum")
 
@@ -110,10 +111,10 @@ def fetch_cap(ratio: str, k: int) -> int:
 
 
 def dense_attention(q: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Softmax attention of one query: q[D], keys and values[n, D] -> float64 [D]."""
-    s = keys.astype(np.float64) @ q.astype(np.float64) / np.sqrt(q.shape[-1])
-    p = np.exp(s - s.max())
-    return (p / p.sum()) @ values.astype(np.float64)
+    """Softmax attention of G queries: q[G, D], keys and values[n, D] -> float64 [G, D]."""
+    s = q.astype(np.float64) @ keys.astype(np.float64).T / np.sqrt(q.shape[-1])
+    p = np.exp(s - s.max(axis=-1, keepdims=True))
+    return (p / p.sum(axis=-1, keepdims=True)) @ values.astype(np.float64)
 
 
 @dataclass
@@ -255,13 +256,20 @@ class ReferenceSequence:
         for h in range(self.heads):
             for r in range(self._rows):
                 keys, values = self._visible(layer, h, self.committed + r)
-                for g in range(self.group):
-                    out[r, h, g] = dense_attention(queries[r, h, g], keys, values)
+                out[r, h] = dense_attention(queries[r, h], keys, values)
         if self.sparse or self._first:
             staged = queries[1:] if self._drafts else queries[:1]
             for h in range(self.heads):
                 self._scores[layer, h] = self._score(layer, h, staged[:, h])
         return out.reshape(self._rows, hq * dim)
+
+    @property
+    def sparsify_pending(self) -> bool:
+        return self._chosen is not None
+
+    def predicting(self) -> list[tuple[int, int]]:
+        """The (layer, head) pairs that predicted in this step; empty in a step that selects nothing."""
+        return list(self._scores)
 
     def predicted(self, layer: int, head: int) -> list[int]:
         return top_k(self._scores[layer, head][0], self.top_k)
@@ -286,13 +294,23 @@ class ReferenceSequence:
                 self.stats["blocks_predicted"] += len(best)
                 self.stats["blocks_admitted"] += len(picked.admitted)
                 self.stats["blocks_capped"] += picked.capped
-                self.stats["bytes_fetched"] += len(picked.admitted) * 2 * BLOCK * self.head_dim * 4
+                self.stats["bytes_fetched"] += len(picked.admitted) * 2 * BLOCK * self.head_dim * BYTES
             slots = [now[s] for s in range(len(now))]
             scores, bound = self._scores[layer, head]
             records.append(
                 Record(
-                    self._step, layer, head, self._first, picked.predicted, picked.admitted, picked.capped, self._fills.get((layer, head)),
-                    [w.block for w in slots], [w.last_selected for w in slots], scores, bound,
+                    step=self._step,
+                    layer=layer,
+                    head=head,
+                    first=self._first,
+                    predicted=picked.predicted,
+                    admitted=picked.admitted,
+                    capped=picked.capped,
+                    fill=self._fills.get((layer, head)),
+                    map=[w.block for w in slots],
+                    last_selected=[w.last_selected for w in slots],
+                    scores=scores,
+                    bound=bound,
                 )
             )
         return records

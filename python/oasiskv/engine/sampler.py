@@ -11,6 +11,9 @@ import torch
 from oasiskv.engine.sampling import SamplingParams
 
 
+_LIMIT = 1e300  # an extreme repetition penalty must not overflow
+
+
 @dataclass
 class SampleRow:
     """A row of logits: whose it is and which position the token will take."""
@@ -65,12 +68,12 @@ def penalise(x: np.ndarray, row: SampleRow) -> np.ndarray:
     if row.output_ids and (p.presence_penalty or p.frequency_penalty):
         seen, counts = np.unique(np.array(row.output_ids, dtype=np.int64), return_counts=True)
         x[seen] -= p.presence_penalty + p.frequency_penalty * counts
-    return x
+    return np.clip(x, -_LIMIT, _LIMIT, out=x)
 
 
 def draw(x: np.ndarray, p: SamplingParams, position: int) -> int:
     """One token by inverse CDF over the filtered distribution, candidates by (probability descending, id ascending)."""
-    x = x / p.temperature
+    x = (x - x.max()) / p.temperature  # shifted first: a tiny temperature must not overflow
     order = np.argsort(-x, kind="stable")
     if p.top_k:
         order = order[: p.top_k]

@@ -44,8 +44,12 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for field in ("stop", "stop_token_ids"):
+            value = getattr(self, field)
+            _check(isinstance(value, list | tuple), field, value, "must be a list")
+            object.__setattr__(self, field, tuple(value))
+        for field in ("ignore_eos", "include_stop_text"):
+            _check(isinstance(getattr(self, field), bool), field, getattr(self, field), "must be true or false")
         _check(_integer(self.max_tokens) and self.max_tokens >= 1, "max_tokens", self.max_tokens, "must be an integer of at least 1")
         _check(_integer(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, "must be in 0..max_tokens")
         _check(_finite(self.temperature) and self.temperature >= 0, "temperature", self.temperature, "must be 0 (greedy) or more")
