@@ -46,7 +46,11 @@ def tokenizer_files(file: GgufFile) -> dict[str, Any]:
     pre = file.get("tokenizer.ggml.pre", "gpt-2")
     tokens: list[str] = file.need("tokenizer.ggml.tokens")
     merges = [tuple(m.split(" ", 1)) for m in file.need("tokenizer.ggml.merges")]
-    bpe = models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges, ignore_merges=pre == "llama-bpe")
+    vocab = {t: i for i, t in enumerate(tokens)}
+    # The library panics on a merge whose result is no token.
+    if bad := next((m for m in merges if len(m) != 2 or not {*m, "".join(m)} <= vocab.keys()), None):
+        raise CheckpointError(f"{where}: tokenizer.ggml.merges holds {' '.join(bad)!r}, which does not make a token")
+    bpe = models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe")
     tokenizer = Tokenizer(bpe)
     if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()

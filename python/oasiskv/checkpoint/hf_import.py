@@ -17,84 +17,99 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_confi
 
 def import_hf(folder: Path, dtype: str) -> tuple[ModelConfig, dict[str, torch.Tensor], dict[str, Any]]:
     """Config, weights and tokenizer files. Raises CheckpointError naming what is not supported."""
-    raw = read_json(folder / "config.json")
-    config = _config(raw, dtype, str(folder / "config.json"))
     if (folder / "adapter_config.json").exists():
         raise CheckpointError(f"{folder} holds a LoRA adapter, which is not supported: merge it into the base model first")
+    raw = read_json(folder / "config.json")
+    try:
+        config = _config(raw, dtype)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder / 'config.json'}: {error}") from None
     weights = _rename(config, _all_tensors(folder), str(folder))
     return config, weights, _tokenizer_files(folder, raw)
 
 
-def _config(raw: dict[str, Any], dtype: str, where: str) -> ModelConfig:
+def _config(raw: dict[str, Any], dtype: str) -> ModelConfig:
     family = raw.get("model_type")
     if family not in _FAMILIES:
-        raise CheckpointError(f"{where}: model_type {family!r} is not supported: use one of {', '.join(_FAMILIES)}")
-    _refuse(raw, family, where)
-    heads = _need(raw, "num_attention_heads", where)
+        raise CheckpointError(f"model_type {family!r} is not supported: use one of {', '.join(_FAMILIES)}")
+    _refuse(raw, family)
+    heads = _need(raw, "num_attention_heads")
     parameters = raw.get("rope_parameters") or {}
     return ModelConfig(
         architecture=_FAMILIES[family],
         dtype=dtype,
-        vocab_size=_need(raw, "vocab_size", where),
-        hidden_size=_need(raw, "hidden_size", where),
-        num_hidden_layers=_need(raw, "num_hidden_layers", where),
+        vocab_size=_need(raw, "vocab_size"),
+        hidden_size=_need(raw, "hidden_size"),
+        num_hidden_layers=_need(raw, "num_hidden_layers"),
         num_attention_heads=heads,
         num_key_value_heads=raw.get("num_key_value_heads") or heads,
-        head_size=raw.get("head_dim") or _need(raw, "hidden_size", where) // heads,
-        intermediate_size=_need(raw, "intermediate_size", where),
-        norm_epsilon=_need(raw, "rms_norm_eps", where),
+        head_size=raw.get("head_dim") or (128 if family == "qwen3" else _need(raw, "hidden_size") // heads),
+        intermediate_size=_need(raw, "intermediate_size"),
+        norm_epsilon=raw.get("rms_norm_eps", 1e-6),
         rotary_base=float(raw.get("rope_theta") or parameters.get("rope_theta") or 10000.0),
-        max_position_embeddings=_need(raw, "max_position_embeddings", where),
-        rotary_scaling=_scaling(raw.get("rope_scaling") or parameters, where),
+        max_position_embeddings=_need(raw, "max_position_embeddings"),
+        rotary_scaling=_scaling(raw.get("rope_scaling") or parameters),
         share_embedding_table=bool(raw.get("tie_word_embeddings", False)),
-        attn_bias=family == "qwen2" or bool(raw.get("attention_bias")),
+        attn_bias=family == "qwen2",
         qk_layernorm=family == "qwen3",
     )
 
 
-def _need(raw: dict[str, Any], field: str, where: str) -> Any:
+def _need(raw: dict[str, Any], field: str) -> Any:
     if raw.get(field) is None:
-        raise CheckpointError(f"{where}: missing field {field}")
+        raise CheckpointError(f"missing field {field}")
+    if isinstance(raw[field], bool) or not isinstance(raw[field], int) or raw[field] < 1:
+        raise CheckpointError(f"{field} = {raw[field]!r}: must be a positive integer")
     return raw[field]
 
 
-def _refuse(raw: dict[str, Any], family: str, where: str) -> None:
+def _refuse(raw: dict[str, Any], family: str) -> None:
     if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method")
-        raise CheckpointError(f"{where}: quantised weights ({method}) are not supported: use the unquantised model")
+        method = raw["quantization_config"]
+        raise CheckpointError(f"quantization_config = {method}: quantised weights are not supported, use the unquantised model")
     if raw.get("num_experts") or raw.get("num_local_experts"):
-        raise CheckpointError(f"{where}: mixture-of-experts models are not supported")
+        raise CheckpointError("num_experts: mixture-of-experts models are not supported")
     window = raw.get("sliding_window")
     if window and raw.get("use_sliding_window", family == "llama"):
-        raise CheckpointError(f"{where}: sliding_window = {window} is not supported: attention here is over the full context")
+        raise CheckpointError(f"sliding_window = {window} is not supported: attention here is over the full context")
     if "sliding_attention" in (raw.get("layer_types") or []):
-        raise CheckpointError(f"{where}: layer_types has sliding_attention, which is not supported")
+        raise CheckpointError("layer_types has sliding_attention, which is not supported")
     if raw.get("mlp_bias"):
-        raise CheckpointError(f"{where}: mlp_bias is not supported")
-    if family == "llama" and raw.get("attention_bias"):
-        raise CheckpointError(f"{where}: attention_bias of a llama (bias on the output projection too) is not supported")
+        raise CheckpointError("mlp_bias is not supported")
+    if family != "qwen2" and raw.get("attention_bias"):
+        raise CheckpointError(f"attention_bias of a {family} (bias on the output projection too) is not supported")
+    architectures = raw.get("architectures") or [_FAMILIES[family]]
+    if architectures != [_FAMILIES[family]]:
+        raise CheckpointError(f"architectures {architectures} is not supported: use a {_FAMILIES[family]}")
+    parameters = raw.get("rope_parameters") or {}
+    partial = parameters.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1
+    if partial != 1:
+        raise CheckpointError(f"partial_rotary_factor = {partial} is not supported: RoPE must cover the whole head")
     if raw.get("hidden_act", "silu") != "silu":
-        raise CheckpointError(f"{where}: hidden_act = {raw['hidden_act']!r} is not supported: only silu")
+        raise CheckpointError(f"hidden_act = {raw['hidden_act']!r} is not supported: only silu")
     if raw.get("pretraining_tp", 1) not in (None, 1):
-        raise CheckpointError(f"{where}: pretraining_tp = {raw['pretraining_tp']} is not supported: only 1")
+        raise CheckpointError(f"pretraining_tp = {raw['pretraining_tp']} is not supported: only 1")
 
 
-def _scaling(raw: dict[str, Any], where: str) -> dict[str, Any] | None:
+def _scaling(raw: dict[str, Any]) -> dict[str, Any] | None:
     kind = raw.get("rope_type") or raw.get("type") or "default"
     if kind == "default":
         return None
     if kind not in ("linear", "llama3", "yarn"):
-        raise CheckpointError(f"{where}: rope type {kind!r} is not supported: use default, linear, llama3 or yarn")
+        raise CheckpointError(f"rope type {kind!r} is not supported: use default, linear, llama3 or yarn")
     return {"type": kind} | {k: v for k, v in raw.items() if k not in ("type", "rope_type", "rope_theta")}
 
 
 def _all_tensors(folder: Path) -> dict[str, torch.Tensor]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        files = sorted(set(read_json(index).get("weight_map", {}).values()))
-        bad = [f for f in files if Path(f).name != f]
+        shards = read_json(index).get("weight_map")
+        if not isinstance(shards, dict) or not shards:
+            raise CheckpointError(f"{index}: weight_map = {shards!r}: must map tensor names to files")
+        bad = [f for f in shards.values() if not isinstance(f, str) or Path(f).name != f]
         if bad:
             raise CheckpointError(f"{index}: shard name {bad[0]!r} leaves the folder")
+        files = sorted(set(shards.values()))
     elif (folder / "model.safetensors").exists():
         files = ["model.safetensors"]
     else:

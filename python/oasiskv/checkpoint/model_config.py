@@ -2,12 +2,41 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 from oasiskv.errors import CheckpointError
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+DTYPES = ("float32", "float16", "bfloat16")
+# What a scaling of each type must say, and what it may, beside its type.
+_ROPE_FIELDS: dict[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor",),
+}
+_ROPE_OPTIONAL = ("original_max_position_embeddings", "attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow")
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+
+
+def _check_rope(scaling: Any) -> None:
+    if not isinstance(scaling, dict):
+        raise CheckpointError(f"rotary_scaling = {scaling!r}: must be null or an object with a type")
+    kind = scaling.get("type")
+    if kind not in _ROPE_FIELDS:
+        raise CheckpointError(f"rotary_scaling type {kind!r} is not supported: use none, {', '.join(_ROPE_FIELDS)}")
+    for name in _ROPE_FIELDS[kind]:
+        if not _positive(scaling.get(name)):
+            raise CheckpointError(f"rotary_scaling.{name} = {scaling.get(name)!r}: {kind} needs a positive number")
+    for name in _ROPE_OPTIONAL:
+        if scaling.get(name) is not None and not _positive(scaling[name]):
+            raise CheckpointError(f"rotary_scaling.{name} = {scaling[name]!r}: must be a positive number")
+    if kind == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
+        raise CheckpointError(f"rotary_scaling.high_freq_factor = {scaling['high_freq_factor']}: must be above low_freq_factor")
 
 
 @dataclass(frozen=True)
@@ -34,6 +63,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.architecture not in ARCHITECTURES:
             raise CheckpointError(f"architecture {self.architecture!r} is not supported: use one of {', '.join(ARCHITECTURES)}")
+        if self.dtype not in DTYPES:
+            raise CheckpointError(f"dtype {self.dtype!r} is not supported: use one of {', '.join(DTYPES)}")
         for field in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
                       "head_size", "intermediate_size", "max_position_embeddings"):
             value = getattr(self, field)
@@ -45,8 +76,15 @@ class ModelConfig:
             )
         for field in ("norm_epsilon", "rotary_base"):
             value = getattr(self, field)
-            if not isinstance(value, int | float) or not 0 < value < float("inf"):
+            if not _positive(value):
                 raise CheckpointError(f"config field {field} = {value!r}: must be a positive number")
+        for field in ("share_embedding_table", "attn_bias", "qk_layernorm"):
+            if not isinstance(getattr(self, field), bool):
+                raise CheckpointError(f"config field {field} = {getattr(self, field)!r}: must be true or false")
+        if self.head_size % 2:
+            raise CheckpointError(f"head_size = {self.head_size}: RoPE needs an even number")
+        if self.rotary_scaling is not None:
+            _check_rope(self.rotary_scaling)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor of the checkpoint and its shape [out, in]."""
@@ -82,6 +120,9 @@ class ModelConfig:
     @classmethod
     def from_json(cls, raw: dict[str, Any], where: str) -> ModelConfig:
         """Raises CheckpointError naming the field."""
+        for field in ("mapping", "quantization"):
+            if not isinstance(raw.get(field) or {}, dict):
+                raise CheckpointError(f"{where}: {field} = {raw[field]!r}: must be an object")
         mapping = raw.get("mapping") or {}
         for field in ("world_size", "tp_size", "pp_size"):
             if mapping.get(field, 1) != 1:
@@ -96,4 +137,17 @@ class ModelConfig:
         for field in fields(cls):
             if field.default is MISSING and field.name not in raw:
                 raise CheckpointError(f"{where}: missing field {field.name}")
-        return cls(**{f.name: raw[f.name] for f in fields(cls) if f.name in raw})
+        rope = raw.get("position_embedding_type", "rope_gpt_neox")
+        if rope != "rope_gpt_neox":
+            raise CheckpointError(f"{where}: position_embedding_type = {rope!r} is not supported: only rope_gpt_neox")
+        known = {f.name: raw[f.name] for f in fields(cls) if f.name in raw}
+        # What TensorRT-LLM leaves to the architecture.
+        known.setdefault("attn_bias", known["architecture"] == "Qwen2ForCausalLM")
+        known.setdefault("qk_layernorm", known["architecture"] == "Qwen3ForCausalLM")
+        if isinstance(scaling := known.get("rotary_scaling"), dict) and "type" not in scaling:
+            rest = {k: v for k, v in scaling.items() if k != "rope_type"}
+            known["rotary_scaling"] = None if scaling.get("rope_type") == "default" else {"type": scaling.get("rope_type"), **rest}
+        try:
+            return cls(**known)
+        except CheckpointError as error:
+            raise CheckpointError(f"{where}: {error}") from None

@@ -6,10 +6,11 @@ import fcntl
 import hashlib
 import importlib.util
 import os
+import shutil
 from pathlib import Path
 
 from oasiskv.checkpoint.convert import convert
-from oasiskv.checkpoint.store import WEIGHTS
+from oasiskv.checkpoint.store import CONFIG, WEIGHTS, read_json
 from oasiskv.errors import CheckpointError
 
 EMBEDDED = "smollm2-135m"
@@ -30,24 +31,35 @@ def resolve_model(name_or_path: str, dtype: str = "float32") -> Path:
     source = embedded_gguf() if name_or_path == EMBEDDED else Path(name_or_path).expanduser()
     if not source.exists():
         raise CheckpointError(f"model {name_or_path!r} is neither {EMBEDDED} nor an existing folder or file")
-    if source.is_dir() and ((source / WEIGHTS).exists() or not _looks_like_hf(source)):
+    if source.is_dir() and not _is_hf(source):
         return source
     return _import_cached(source.resolve(), dtype)
 
 
-def _looks_like_hf(folder: Path) -> bool:
-    return any(folder.glob("*.safetensors")) or (folder / "model.safetensors.index.json").exists()
+def _is_hf(folder: Path) -> bool:
+    """A Hugging Face config says model_type and architectures; a checkpoint's, architecture. An adapter has no config of its own."""
+    if (folder / WEIGHTS).exists():
+        return False
+    if (folder / "adapter_config.json").exists():
+        return True
+    raw = read_json(folder / CONFIG)
+    return "architecture" not in raw and ("model_type" in raw or "architectures" in raw)
 
 
 def _import_cached(source: Path, dtype: str) -> Path:
     cache = Path(os.environ.get("OASISKV_CACHE") or Path.home() / ".cache" / "oasiskv") / "models"
-    cache.mkdir(parents=True, exist_ok=True)
     target = cache / f"{source.stem}-{dtype}-{_fingerprint(source)}"
-    # One importer at a time; the others find the folder when they get the lock.
-    with (cache / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not target.exists():
-            convert(source, target, dtype)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        # One importer at a time; the others find the folder when they get the lock.
+        with (cache / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not target.exists():
+                for left in cache.glob(f".{target.name}.*"):  # of an importer that was killed
+                    shutil.rmtree(left, ignore_errors=True)
+                convert(source, target, dtype)
+    except OSError as error:
+        raise CheckpointError(f"{source} cannot be imported into {cache}: {error}; set OASISKV_CACHE to a folder with room") from None
     return target
 
 

@@ -24,14 +24,18 @@ CONFIG, WEIGHTS = "config.json", "rank0.safetensors"
 def read_json(path: Path) -> dict[str, Any]:
     """Raises CheckpointError naming the file."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path} must hold a JSON object, not {type(raw).__name__}")
     return raw
+
+
+def _refuse_constant(constant: str) -> float:
+    raise ValueError(f"{constant} is not a number that JSON allows")
 
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -41,7 +45,7 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{path} is corrupt or truncated: {error}") from None
 
 
@@ -78,14 +82,29 @@ def atomic_folder(target: Path) -> Iterator[Path]:
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         yield scratch
-        for path in scratch.iterdir():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
         scratch.chmod(0o755)
+        for path in [*scratch.iterdir(), scratch]:
+            _sync(path)
         scratch.rename(target)
+        _sync(target.parent)
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _stored(name: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    weight = weight.to(dtype).contiguous()
+    if not torch.isfinite(weight).all():
+        raise CheckpointError(f"tensor {name} is not finite as {dtype}: the source is damaged, or needs another dtype")
+    return weight
 
 
 def save_checkpoint(folder: Path, config: ModelConfig, weights: dict[str, torch.Tensor], extra: dict[str, Any]) -> None:
@@ -95,7 +114,7 @@ def save_checkpoint(folder: Path, config: ModelConfig, weights: dict[str, torch.
     check_tensors(config, weights, "the converted model")
     dtype = getattr(torch, config.dtype)
     with atomic_folder(folder) as scratch:
-        save_file({n: w.to(dtype).contiguous() for n, w in weights.items()}, scratch / WEIGHTS, metadata={"format": "pt"})
+        save_file({n: _stored(n, w, dtype) for n, w in weights.items()}, scratch / WEIGHTS, metadata={"format": "pt"})
         for name, value in {CONFIG: config.to_json(), **extra}.items():
             text = value if isinstance(value, str) else json.dumps(value, indent=2, ensure_ascii=False)
             (scratch / name).write_text(text, encoding="utf-8")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from oasiskv.checkpoint import load_checkpoint, resolve_model
+from oasiskv.checkpoint import ModelConfig, load_checkpoint, resolve_model
 from oasiskv.draft.base import Drafter, DraftRequest
 from oasiskv.errors import ConfigError
 from oasiskv.models.decoder import DecoderModel
@@ -42,15 +42,18 @@ class _Cache:
 
 
 class ModelDrafter(Drafter):
-    """`cache_bytes` bounds all requests' caches; the least recently used are dropped and rebuilt at their next turn."""
+    """`cache_bytes` bounds all requests' caches: the least recently used are dropped and rebuilt at their next turn, and a request
+    that alone exceeds it gets no drafts. Raises ConfigError when the vocabularies differ.
+    """
 
     def __init__(self, model: str, tokenizer: Tokenizer, cache_bytes: int = 2 << 30) -> None:
         folder = resolve_model(model, "float32")
-        if not Tokenizer.from_dir(folder).same_vocabulary(tokenizer):
+        if not Tokenizer.from_dir(folder).same_vocabulary(tokenizer):  # heads may be padded differently
             raise ConfigError(f"drafter = 'model:{model}': its vocabulary differs from the target model's; use one of the same family")
         self._config, weights = load_checkpoint(folder)
         self._model = DecoderModel(self._config, weights)
         self._cos, self._sin = rope_tables(self._config, self._config.max_position_embeddings)
+        self._vocab = tokenizer.vocab_size
         self._caches: OrderedDict[int, _Cache] = OrderedDict()
         self._cache_bytes = cache_bytes
 
@@ -62,9 +65,11 @@ class ModelDrafter(Drafter):
         self._caches.pop(request_id, None)
 
     def _draft(self, request: DraftRequest) -> list[int]:
-        if len(request.tokens) + request.count > self._config.max_position_embeddings:
-            return []
         c = self._config
+        length = len(request.tokens) + request.count
+        if length > c.max_position_embeddings or _cache_bytes(c, length) > self._cache_bytes:
+            self.forget(request.id)
+            return []
         cache = self._caches.setdefault(request.id, _Cache(c.num_hidden_layers, c.num_key_value_heads, c.head_size))
         self._caches.move_to_end(request.id)
         kept = _common_prefix(cache.tokens, request.tokens[:-1])
@@ -74,7 +79,7 @@ class ModelDrafter(Drafter):
         while len(drafts) < request.count:
             for i in range(0, len(todo), _CHUNK):
                 logits = self._forward(cache, todo[i : i + _CHUNK])
-            drafts.append(int(logits[0].argmax()))
+            drafts.append(int(logits[0, : self._vocab].argmax()))
             todo = drafts[-1:]
         self._trim(request.id)
         return drafts
@@ -105,6 +110,10 @@ class ModelDrafter(Drafter):
         total = sum(cache.bytes for cache in self._caches.values())
         while total > self._cache_bytes and next(iter(self._caches)) != newest:
             total -= self._caches.popitem(last=False)[1].bytes
+
+
+def _cache_bytes(config: ModelConfig, tokens: int) -> int:
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_size * 4 * tokens
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -23,7 +23,10 @@ class _Index:
         for n in range(min(_LONGEST, len(tokens)), 0, -1):
             start = self._after[n].get(tuple(tokens[-n:]))
             if start is not None:
-                return tokens[start : start + count]
+                found = tokens[start : start + count]
+                while len(found) < count:  # the match runs into the end: what repeats goes on repeating
+                    found += found[: count - len(found)]
+                return found
         return []
 
 

@@ -10,7 +10,6 @@ import torch
 
 from oasiskv.engine.sampling import SamplingParams
 
-
 _LIMIT = 1e300  # an extreme repetition penalty must not overflow
 
 
@@ -64,7 +63,8 @@ def penalise(x: np.ndarray, row: SampleRow) -> np.ndarray:
     p = row.params
     if p.repetition_penalty != 1:
         seen = np.unique(np.array(row.prompt_ids + row.output_ids, dtype=np.int64))
-        x[seen] = np.where(x[seen] > 0, x[seen] / p.repetition_penalty, x[seen] * p.repetition_penalty)
+        with np.errstate(over="ignore"):
+            x[seen] = np.where(x[seen] > 0, x[seen] / p.repetition_penalty, x[seen] * p.repetition_penalty)
     if row.output_ids and (p.presence_penalty or p.frequency_penalty):
         seen, counts = np.unique(np.array(row.output_ids, dtype=np.int64), return_counts=True)
         x[seen] -= p.presence_penalty + p.frequency_penalty * counts
@@ -73,7 +73,8 @@ def penalise(x: np.ndarray, row: SampleRow) -> np.ndarray:
 
 def draw(x: np.ndarray, p: SamplingParams, position: int) -> int:
     """One token by inverse CDF over the filtered distribution, candidates by (probability descending, id ascending)."""
-    x = (x - x.max()) / p.temperature  # shifted first: a tiny temperature must not overflow
+    with np.errstate(over="ignore"):
+        x = (x - x.max()) / p.temperature  # shifted first: a tiny temperature must not make infinity of the best
     order = np.argsort(-x, kind="stable")
     if p.top_k:
         order = order[: p.top_k]

@@ -51,19 +51,22 @@ class SamplingParams:
         for field in ("ignore_eos", "include_stop_text"):
             _check(isinstance(getattr(self, field), bool), field, getattr(self, field), "must be true or false")
         _check(_integer(self.max_tokens) and self.max_tokens >= 1, "max_tokens", self.max_tokens, "must be an integer of at least 1")
-        _check(_integer(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, "must be in 0..max_tokens")
+        few = _integer(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens
+        _check(few, "min_tokens", self.min_tokens, "must be in 0..max_tokens")
         _check(_finite(self.temperature) and self.temperature >= 0, "temperature", self.temperature, "must be 0 (greedy) or more")
         _check(_integer(self.top_k) and self.top_k >= 0, "top_k", self.top_k, "must be 0 (off) or more")
         _check(_finite(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "must be in (0, 1]")
         _check(_finite(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "must be in 0..1")
         _check(_integer(self.seed) and 0 <= self.seed < 2**64, "seed", self.seed, "must be an unsigned 64-bit integer")
-        _check(_finite(self.repetition_penalty) and self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "must be above 0")
+        repetition = self.repetition_penalty
+        _check(_finite(repetition) and repetition > 0, "repetition_penalty", repetition, "must be above 0")
         for field in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, field)
             _check(_finite(value) and -2 <= value <= 2, field, value, "must be in -2..2")
         _check(all(isinstance(s, str) and s for s in self.stop), "stop", self.stop, "must be non-empty strings")
         _check(all(_integer(t) and t >= 0 for t in self.stop_token_ids), "stop_token_ids", self.stop_token_ids, "must be token ids")
-        _check(self.logprobs is None or _integer(self.logprobs) and 0 <= self.logprobs <= 20, "logprobs", self.logprobs, "must be in 0..20")
+        top = self.logprobs
+        _check(top is None or (_integer(top) and 0 <= top <= 20), "logprobs", top, "must be in 0..20")
 
     @property
     def plain_greedy(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,36 @@ def _json(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, not {type(value).__name__}")
+    return value
 
 
 def _text(token: Any) -> str | None:
     """Tokenizer configs hold a special token as text or as an object with its text under `content`."""
     return token.get("content") if isinstance(token, dict) else token
+
+
+def _token_bytes(backend: Any) -> dict[int, bytes] | None:
+    """Id -> bytes of every token that `decode` shows, as the ByteLevel decoder maps them; None for another decoder."""
+    from tokenizers import decoders
+
+    if not isinstance(backend.decoder, decoders.ByteLevel):
+        return None
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [b for b in range(256) if b not in visible]
+    byte_of = {chr(b): b for b in visible} | {chr(256 + i): b for i, b in enumerate(hidden)}
+    special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
+
+    def to_bytes(token: str) -> bytes:
+        if all(c in byte_of for c in token):
+            return bytes(byte_of[c] for c in token)
+        return token.encode("utf-8")
+
+    return {i: to_bytes(token) for token, i in backend.get_vocab().items() if i not in special}
 
 
 class Tokenizer:
@@ -36,7 +59,11 @@ class Tokenizer:
         if not ids and self._eos is not None:
             ids = [backend.token_to_id(self._eos)]
         self.eos_ids = frozenset(i for i in ids if i is not None)
-        self._prepend = backend.token_to_id(self._bos) if config.get("add_bos_token") and self._bos else None
+        bos = backend.token_to_id(self._bos) if self._bos else None
+        # Llama 3 says so only in tokenizer.json's own template.
+        adds_bos = config.get("add_bos_token", bos is not None and backend.encode("").ids[:1] == [bos])
+        self._prepend = bos if adds_bos else None
+        self._bytes = _token_bytes(backend)
 
     @classmethod
     def from_dir(cls, folder: Path | str) -> Tokenizer:
@@ -68,11 +95,15 @@ class Tokenizer:
         return self._backend.get_vocab() == other._backend.get_vocab()
 
     def encode(self, text: str) -> list[int]:
-        """Raw text to ids; a beginning-of-sequence token only where the model's own configuration adds one."""
+        """Raw text to ids; a beginning-of-sequence token only where the model's own configuration adds one, and never twice.
+
+        Raises RequestError for text that is not Unicode.
+        """
         try:
-            ids = self._backend.encode(text, add_special_tokens=True).ids
+            text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise RequestError(f"the prompt is not valid Unicode at character {error.start}: {error.reason}") from None
+        ids = self._backend.encode(text, add_special_tokens=False).ids
         if self._prepend is not None and ids[:1] != [self._prepend]:
             return [self._prepend, *ids]
         return ids
@@ -81,6 +112,12 @@ class Tokenizer:
         """Ids to text, special tokens left out; bytes that are no UTF-8 become U+FFFD."""
         return self._backend.decode(ids, skip_special_tokens=True)
 
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """What a byte-level token stands for: b"" if `decode` leaves it out; None if this tokenizer is not byte-level."""
+        if self._bytes is None:
+            return None
+        return self._bytes.get(token_id, b"")
+
     def apply_chat(self, messages: list[dict[str, str]]) -> str:
         """Messages [{"role", "content"}] to the prompt text that asks for the assistant's turn. Raises RequestError."""
         from jinja2 import TemplateError
@@ -88,14 +125,19 @@ class Tokenizer:
 
         if not self._template:
             raise RequestError("this model has no chat template: send raw text")
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
 
         def raise_exception(message: str) -> None:
             raise TemplateError(message)
 
+        def tojson(value: Any, **options: Any) -> str:  # jinja's own escapes for HTML
+            return json.dumps(value, ensure_ascii=False, **options)
+
         environment.globals["raise_exception"] = raise_exception
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        environment.filters["tojson"] = tojson
         try:
             template = environment.from_string(self._template)
             return template.render(messages=messages, add_generation_prompt=True, bos_token=self._bos or "", eos_token=self._eos or "")
-        except TemplateError as error:
+        except Exception as error:  # a template may trip over any message
             raise RequestError(f"the chat template refused the messages: {error}") from None

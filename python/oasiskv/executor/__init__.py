@@ -1,0 +1,1 @@
+"""One engine in its own process, behind an authenticated local socket."""

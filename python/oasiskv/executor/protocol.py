@@ -1,0 +1,178 @@
+"""Frames between executor and clients: one JSON object each, checked on arrival because neither side trusts the other.
+
+Requests `{"v": 1, "op": submit|cancel|ping|usage, "id": n, ...}`; ids are the client's own. Answers: any number of `output`s for a
+submit, the last with `finished`; one `reply` for a ping or usage; a `fault` before the executor drops a connection.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from oasiskv.errors import OasisError
+
+VERSION = 1
+MAX_FRAME_BYTES = 32 << 20  # a prompt of a million tokens is about 8 MB
+MAX_ID = 2**63 - 1
+
+INVALID = "invalid"  # the request can never be served
+UNAVAILABLE = "unavailable"  # this executor cannot serve it now
+INTERNAL = "internal"  # the engine failed
+CODES = (INVALID, UNAVAILABLE, INTERNAL)
+REASONS = ("stop", "length", "cancelled", "error")
+
+
+class ProtocolError(OasisError):
+    """A frame that breaks the protocol: the connection it came from cannot be used any more."""
+
+
+@dataclass(frozen=True)
+class Submit:
+    """prompt: token ids, or text that the executor tokenizes. params: see executor/params.py."""
+
+    id: int
+    prompt: list[int] | str
+    params: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Cancel:
+    id: int
+
+
+@dataclass(frozen=True)
+class Ask:
+    """what: ping or usage."""
+
+    id: int
+    what: str
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a request yielded since its last output; `code` says of which kind an error is."""
+
+    id: int
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finished: bool = False
+    finish_reason: str | None = None
+    error: str | None = None
+    code: str | None = None
+    stats: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Reply:
+    id: int
+    value: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Fault:
+    error: str
+
+
+Request = Submit | Cancel | Ask
+Answer = Output | Reply | Fault
+
+
+def failed(request_id: int, code: str, error: str) -> Output:
+    """The last output of a request that failed."""
+    return Output(request_id, finished=True, finish_reason="error", error=error, code=code)
+
+
+def encode(message: Request | Answer) -> bytes:
+    """A frame. Raises ProtocolError when it would be too large."""
+    body = asdict(message)
+    op = body.pop("what") if isinstance(message, Ask) else type(message).__name__.lower()
+    frame = json.dumps({"v": VERSION, "op": op, **body}, separators=(",", ":"), ensure_ascii=True).encode()
+    if len(frame) > MAX_FRAME_BYTES:
+        raise ProtocolError(f"a {op} frame of {len(frame)} bytes is over the limit of {MAX_FRAME_BYTES}: send a shorter prompt")
+    return frame
+
+
+def decode_request(frame: bytes) -> Request:
+    """Raises ProtocolError."""
+    op, body = _open(frame)
+    request_id = _id(body)
+    if op == "cancel":
+        return Cancel(request_id)
+    if op in ("ping", "usage"):
+        return Ask(request_id, op)
+    if op != "submit":
+        raise ProtocolError(f"op = {op!r}: use submit, cancel, ping or usage")
+    prompt, params = body.get("prompt"), body.get("params")
+    if not isinstance(prompt, str):
+        prompt = _ids(prompt, "prompt")
+    if not isinstance(params, dict):
+        raise ProtocolError("params: must be an object")
+    return Submit(request_id, prompt, params)
+
+
+def decode_answer(frame: bytes) -> Answer:
+    """Raises ProtocolError."""
+    op, body = _open(frame)
+    if op == "fault":
+        return Fault(_typed(body, "error", str))
+    request_id = _id(body)
+    if op == "reply":
+        return Reply(request_id, _typed(body, "value", dict))
+    if op != "output":
+        raise ProtocolError(f"op = {op!r}: expected output, reply or fault")
+    unknown = body.keys() - {f.name for f in fields(Output)}
+    if unknown:
+        raise ProtocolError(f"output has unknown fields: {', '.join(sorted(unknown))}")
+    output = Output(
+        request_id,
+        _ids(body.get("token_ids"), "token_ids"),
+        _typed(body, "text", str),
+        _typed(body, "finished", bool),
+        _optional(body, "finish_reason", str),
+        _optional(body, "error", str),
+        _optional(body, "code", str),
+        _optional(body, "stats", dict),
+    )
+    if output.finished != (output.finish_reason in REASONS):
+        raise ProtocolError(f"finished = {output.finished} with finish_reason = {output.finish_reason!r}")
+    if (output.finish_reason == "error") != (output.code in CODES):
+        raise ProtocolError(f"finish_reason = {output.finish_reason!r} with code = {output.code!r}")
+    return output
+
+
+def _open(frame: bytes) -> tuple[str, dict[str, Any]]:
+    try:
+        body = json.loads(frame)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"a frame is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise ProtocolError("a frame is not a JSON object")
+    version = body.pop("v", None)
+    if version != VERSION:
+        raise ProtocolError(f"protocol version {version!r}: this side speaks {VERSION}; run both sides from one installation")
+    return _typed(body, "op", str), {k: v for k, v in body.items() if k != "op"}
+
+
+def _typed(body: dict[str, Any], name: str, kind: type) -> Any:
+    value = body.get(name)
+    if not isinstance(value, kind):
+        raise ProtocolError(f"{name}: expected {kind.__name__}, got {type(value).__name__}")
+    return value
+
+
+def _optional(body: dict[str, Any], name: str, kind: type) -> Any:
+    return None if body.get(name) is None else _typed(body, name, kind)
+
+
+def _id(body: dict[str, Any]) -> int:
+    value = body.get("id")
+    if type(value) is not int or not 0 <= value <= MAX_ID:
+        raise ProtocolError(f"id = {value!r}: must be an integer in 0..2**63-1")
+    return value
+
+
+def _ids(value: Any, name: str) -> list[int]:
+    if not isinstance(value, list) or not all(type(t) is int and -(2**31) <= t < 2**31 for t in value):
+        raise ProtocolError(f"{name}: must be a list of 32-bit token ids")
+    return value

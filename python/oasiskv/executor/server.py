@@ -1,0 +1,209 @@
+"""Serves one EngineLoop to local clients. Whatever a client does or sends, only that client is affected."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import socket
+import threading
+import time
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from oasiskv.engine.loop import EngineLoop
+from oasiskv.engine.sequence import RequestOutput
+from oasiskv.errors import EngineError, RequestError
+from oasiskv.executor import protocol, transport
+from oasiskv.executor.params import sampling_params
+
+MAX_CLIENTS = 64
+MAX_IN_FLIGHT = 4096  # a client
+MAX_UNREAD = 16384  # answers a client may leave unread before it is dropped
+_log = logging.getLogger(__name__)
+
+
+class ExecutorServer:
+    """Accepts clients once constructed; `close` drains. `identity` is part of every ping's answer."""
+
+    def __init__(self, loop: EngineLoop, socket_path: Path, key: bytes, identity: dict[str, Any]) -> None:
+        self.loop = loop
+        self.draining = False
+        self._identity = {**identity, "pid": os.getpid()}
+        self._key = key
+        self._path = socket_path
+        self._clients: set[_Client] = set()
+        self._lock = threading.Lock()
+        self._last_progress = time.monotonic()
+        self._listener = transport.listen(socket_path)
+        threading.Thread(target=self._accept, name="oasiskv-accept", daemon=True).start()
+
+    def close(self, drain_s: float) -> None:
+        """Refuse new requests, let those in flight end for `drain_s` seconds, cancel the rest, say goodbye."""
+        self.draining = True
+        end = time.monotonic() + drain_s
+        while self.in_flight() and time.monotonic() < end:
+            time.sleep(0.02)
+        self.loop.close()
+        with self._lock:
+            clients = list(self._clients)
+        for client in clients:
+            client.finish()
+        self._listener.close()
+        self._path.unlink(missing_ok=True)
+
+    def in_flight(self) -> int:
+        with self._lock:
+            return sum(len(c.requests) for c in self._clients)
+
+    def progressed(self) -> None:
+        """Note that the engine yielded something, or had nothing to do until now."""
+        self._last_progress = time.monotonic()
+
+    def status(self) -> dict[str, Any]:
+        """quiet_s: seconds since the engine last yielded anything; meaningful while something is in flight."""
+        return {**self._identity, "in_flight": self.in_flight(), "quiet_s": time.monotonic() - self._last_progress}
+
+    def forget(self, client: _Client) -> None:
+        with self._lock:
+            self._clients.discard(client)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                raw, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            threading.Thread(target=self._greet, args=(raw,), name="oasiskv-reader", daemon=True).start()
+
+    def _greet(self, raw: socket.socket) -> None:
+        with self._lock:
+            full = len(self._clients) >= MAX_CLIENTS
+        if full:
+            _log.warning("a client was turned away: %d are connected", MAX_CLIENTS)
+            raw.close()
+            return
+        try:
+            connection = transport.accept(raw, self._key)
+        except (OSError, EOFError, AuthenticationError) as error:
+            _log.warning("a client failed to authenticate: %s", error or type(error).__name__)
+            return
+        client = _Client(self, connection)
+        with self._lock:
+            self._clients.add(client)
+        client.serve()
+
+
+class _Client:
+    """One connection: this thread reads, another writes; the engine's thread only ever puts into the queue between."""
+
+    def __init__(self, server: ExecutorServer, connection: Connection) -> None:
+        self.requests: dict[int, int] = {}  # client's id -> engine's id
+        self._server = server
+        self._connection = connection
+        self._lock = threading.Lock()  # guards requests against the engine's thread
+        self._gone = False
+        self._answers: queue.Queue[protocol.Answer | None] = queue.Queue(MAX_UNREAD)
+        self._writer = threading.Thread(target=self._write, name="oasiskv-writer", daemon=True)
+        self._writer.start()
+
+    def serve(self) -> None:
+        """Read until the client goes or breaks the protocol, then cancel what it had."""
+        try:
+            while True:
+                self._handle(protocol.decode_request(self._connection.recv_bytes(protocol.MAX_FRAME_BYTES)))
+        except protocol.ProtocolError as error:
+            _log.warning("a client is dropped: %s", error)
+            self._put(protocol.Fault(str(error)))
+        except (OSError, EOFError):
+            pass  # it left, or sent a frame over the limit
+        finally:
+            with self._lock:
+                self._gone = True
+                left, self.requests = list(self.requests.values()), {}
+            self._server.forget(self)
+            for engine_id in left:
+                self._server.loop.cancel(engine_id)
+            self.finish()
+            self._connection.close()
+
+    def finish(self) -> None:
+        """Write what is queued, then hang up, which also ends the reader."""
+        try:
+            self._answers.put_nowait(None)
+        except queue.Full:
+            transport.hang_up(self._connection)
+        self._writer.join(timeout=transport.SEND_S)
+        transport.hang_up(self._connection)
+
+    def _handle(self, request: protocol.Request) -> None:
+        if isinstance(request, protocol.Submit):
+            self._submit(request)
+        elif isinstance(request, protocol.Cancel):
+            with self._lock:
+                engine_id = self.requests.get(request.id)
+            if engine_id is not None:
+                self._server.loop.cancel(engine_id)
+        elif request.what == "ping":
+            self._put(protocol.Reply(request.id, self._server.status()))
+        else:
+            self._put(protocol.Reply(request.id, self._server.loop.usage()))
+
+    def _submit(self, request: protocol.Submit) -> None:
+        if request.id in self.requests:
+            raise protocol.ProtocolError(f"id = {request.id} is in flight already")
+        refused = self._start(request)
+        if refused:
+            self._put(refused)
+
+    def _start(self, request: protocol.Submit) -> protocol.Output | None:
+        if self._server.draining:
+            return protocol.failed(request.id, protocol.UNAVAILABLE, "the executor is shutting down")
+        if len(self.requests) >= MAX_IN_FLIGHT:
+            return protocol.failed(request.id, protocol.UNAVAILABLE, f"{MAX_IN_FLIGHT} requests are in flight: try again later")
+        if not self._server.in_flight():
+            self._server.progressed()
+        loop = self._server.loop
+        try:
+            params = sampling_params(request.params, loop.tokenizer)
+            prompt = loop.tokenizer.encode(request.prompt) if isinstance(request.prompt, str) else request.prompt
+            # The lock keeps the engine's first output behind the entry in `requests`.
+            with self._lock:
+                self.requests[request.id] = loop.submit(prompt, params, lambda o: self._take(request.id, o))
+        except (RequestError, TypeError) as error:
+            return protocol.failed(request.id, protocol.INVALID, str(error))
+        except EngineError as error:
+            return protocol.failed(request.id, protocol.UNAVAILABLE, str(error))
+        return None
+
+    def _take(self, request_id: int, output: RequestOutput) -> None:
+        """On the engine's thread: never blocks on the client."""
+        self._server.progressed()
+        with self._lock:
+            if self._gone:
+                return
+            if output.finished:
+                self.requests.pop(request_id, None)
+        code = protocol.INTERNAL if output.finish_reason == "error" else None
+        self._put(
+            protocol.Output(
+                request_id, output.token_ids, output.text, output.finished, output.finish_reason, output.error, code, output.stats
+            )
+        )
+
+    def _put(self, answer: protocol.Answer) -> None:
+        try:
+            self._answers.put_nowait(answer)
+        except queue.Full:
+            _log.warning("a client left %d answers unread and is dropped", MAX_UNREAD)
+            transport.hang_up(self._connection)
+
+    def _write(self) -> None:
+        while (answer := self._answers.get()) is not None:
+            try:
+                self._connection.send_bytes(protocol.encode(answer))
+            except OSError:
+                transport.hang_up(self._connection)
+                return
