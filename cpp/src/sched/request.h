@@ -2,12 +2,21 @@
 #pragma once
 
 #include <memory>
+#include <optional>
+#include <vector>
 
 #include "kv/sequence.h"
 
 namespace oasis {
 
 enum class RequestState { kWaiting, kPrefill, kDecode, kPreempted };
+
+// What a dense request selected first, until it has the pages to turn sparse. A preemption in between must not change it.
+struct FirstChoice {
+  std::vector<std::vector<LogicalBlock>> blocks;  // [layer * heads + head]
+  int64_t complete = 0;                           // blocks there were to choose from
+  int64_t step = 0;                               // the selecting step
+};
 
 struct Request {
   RequestId id = 0;
@@ -17,7 +26,7 @@ struct Request {
   RequestState resume_to = RequestState::kPrefill;
   int64_t tokens = 0;     // known tokens: the prompt and what was generated; KV exists for seq->committed of them
   int64_t last_step = 0;  // the last step that names it
-  bool sparsify = false;  // the last step selected first
+  std::optional<FirstChoice> first_choice;
   std::unique_ptr<SequenceKv> seq;
 
   int64_t max_tokens() const { return prompt_tokens + max_new_tokens; }

@@ -81,7 +81,7 @@ int Scheduler::running() const {
 }
 
 bool Scheduler::selects_first(const Request& r) const {
-  return config_.sparse_enabled && r.state == RequestState::kDecode && !r.seq->in_sparse() &&
+  return config_.sparse_enabled && r.state == RequestState::kDecode && !r.seq->in_sparse() && !r.first_choice &&
          r.seq->committed >= config_.sparse_from_tokens;
 }
 
@@ -90,7 +90,7 @@ std::vector<std::pair<RequestId, int>> Scheduler::draft_wanted() const {
   if (config_.max_draft_len == 0) return wanted;
   for (const auto& r : requests_) {
     if (r->state != RequestState::kDecode) continue;
-    if (!config_.accept_drafts && !r->seq->in_sparse() && !selects_first(*r) && !r->sparsify) continue;
+    if (!config_.accept_drafts && !r->seq->in_sparse() && !selects_first(*r) && !r->first_choice) continue;
     const int64_t room = r->max_tokens() - r->tokens;
     const int rows = static_cast<int>(std::min<int64_t>(config_.max_draft_len, room));
     if (rows > 0) wanted.emplace_back(r->id, rows);
@@ -117,17 +117,25 @@ bool Scheduler::make_room(Request& r, int64_t total_pages) {
   return true;
 }
 
-void Scheduler::turn_sparse() {
+void Scheduler::take_first_choices() {
   for (size_t i = 0; last_plan_ && i < last_plan_->groups.size(); ++i) {
     const RowGroup& g = last_plan_->groups[i];
     if (!g.predicts || g.kind != RowKind::kDense) continue;
     const auto at = std::find_if(requests_.begin(), requests_.end(), [&](const auto& r) { return r->id == g.id; });
-    if (at == requests_.end() || !(*at)->sparsify) continue;
-    Request& r = **at;
+    if (at == requests_.end()) continue;  // it has ended
     background_.wait_step(last_plan_->step);
-    r.sparsify = false;
-    if (!make_room(r, g.settle_to + 2)) continue;  // preempted while dense: it selects again after it resumes
-    r.seq->sparsify(last_plan_->first_choice[i], g.settle_to, last_plan_->step);
+    (*at)->first_choice = FirstChoice{std::move(last_plan_->first_choice[i]), g.settle_to, last_plan_->step};
+  }
+  last_plan_.reset();
+}
+
+void Scheduler::turn_sparse() {
+  for (const auto& r : requests_) {
+    if (!r->first_choice || r->state != RequestState::kDecode) continue;
+    FirstChoice& first = *r->first_choice;
+    if (!make_room(*r, first.complete + 2)) continue;  // preempted: after it resumes
+    r->seq->sparsify(first.blocks, first.complete, first.step);
+    r->first_choice.reset();
   }
 }
 
@@ -155,10 +163,10 @@ void Scheduler::admit() {
 
 std::shared_ptr<StepPlan> Scheduler::plan(const std::map<RequestId, int>& drafts) {
   reap();
-  turn_sparse();
-  last_plan_.reset();
+  take_first_choices();
   if (running() == 0) drain();  // nothing else would wake the caller for what the retired still hold
   resume_one();
+  turn_sparse();
   admit();
   auto plan = std::make_shared<StepPlan>();
   plan->step = step_ + 1;
@@ -200,7 +208,6 @@ void Scheduler::add_decode(StepPlan& plan, Request& r, int drafts) {
     pages = slots + (g.grows ? 1 : 0);
   }
   if (!make_room(r, pages)) return;
-  r.sparsify = first;
   add_group(plan, r, std::move(g));
 }
 

@@ -42,6 +42,7 @@ class Scheduler {
 
   int64_t pages_alone(int64_t prompt_tokens, int64_t max_new_tokens) const;
   bool selects_first(const Request& r) const;
+  void take_first_choices();
   void turn_sparse();
   void resume_one();
   void admit();
