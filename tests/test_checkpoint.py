@@ -68,7 +68,8 @@ def test_names_are_those_of_tensorrt_llm(checkpoint):
     layer = "transformer.layers.1."
     assert torch.equal(ours[layer + "mlp.fc.weight"], theirs["model.layers.1.mlp.gate_proj.weight"])
     assert torch.equal(ours[layer + "mlp.gate.weight"], theirs["model.layers.1.mlp.up_proj.weight"])
-    assert torch.equal(ours[layer + "attention.qkv.weight"][HEADS * DIM :][: KV_HEADS * DIM], theirs["model.layers.1.self_attn.k_proj.weight"])
+    k_rows = ours[layer + "attention.qkv.weight"][HEADS * DIM :][: KV_HEADS * DIM]
+    assert torch.equal(k_rows, theirs["model.layers.1.self_attn.k_proj.weight"])
     raw = json.loads((checkpoint / "config.json").read_text())
     assert raw["mapping"] == {"world_size": 1, "tp_size": 1, "pp_size": 1}
     assert (raw["architecture"], raw["head_size"], raw["rotary_base"]) == ("LlamaForCausalLM", DIM, 10000.0)
@@ -301,7 +302,8 @@ def write_gguf(path: Path, arch: str, skip: tuple[str, ...] = (), merge: str = "
     writer.add_tokenizer_pre("qwen2")
     writer.add_token_list([chr(0x21 + i) for i in range(VOCAB - 1)] + ["!#"])
     writer.add_token_merges([merge])
-    tensors = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", "output.weight": "lm_head.weight"}
+    tensors = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
+    tensors["output.weight"] = "lm_head.weight"
     names = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
              "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj", "attn_norm": "input_layernorm",
              "ffn_norm": "post_attention_layernorm"}  # fmt: skip

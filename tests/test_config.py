@@ -50,7 +50,7 @@ def test_fetch_cap_is_the_floor_of_the_product(k, ratio):
     ids=str,
 )  # fmt: skip
 def test_bad_options_are_refused_by_name(options):
-    with pytest.raises(ConfigError, match=list(options)[0].replace("draft_len", "draft_len|accept_drafts")):
+    with pytest.raises(ConfigError, match=next(iter(options)).replace("draft_len", "draft_len|accept_drafts")):
         EngineConfig(**options)
 
 
@@ -82,7 +82,7 @@ def test_config_is_frozen():
     ids=str,
 )  # fmt: skip
 def test_bad_sampling_params_are_refused_by_name(options):
-    with pytest.raises(RequestError, match=list(options)[0]):
+    with pytest.raises(RequestError, match=next(iter(options))):
         SamplingParams(**options)
 
 

@@ -147,7 +147,7 @@ def test_model_drafter_stays_within_its_memory(folder):
         for i in range(3):
             assert drafter.propose([DraftRequest(i, list(long), 1)]) == [expected]
             assert sum(c.bytes for c in drafter._caches.values()) <= drafter._cache_bytes
-    assert drafter.propose([DraftRequest(9, [1] * 210, 1)]) == [[]]  # never fits
+    assert drafter.propose([DraftRequest(9, [1] * 120, 1)]) == [[]]  # never fits
     assert drafter.propose([DraftRequest(0, list(long), 1)]) == [expected]
 
 

@@ -100,8 +100,8 @@ def test_a_failing_step_ends_its_requests_and_the_engine_goes_on(prose_ids: list
     loop.submit(prose_ids[:100], SamplingParams(max_tokens=100, ignore_eos=True), on_output)
     assert first.wait(60)
 
-    def fails_half_way(tokens, attend, rows):  # noqa: ANN001, ANN202
-        def attend_some(layer, qkv):  # noqa: ANN001, ANN202
+    def fails_half_way(tokens, attend, rows):
+        def attend_some(layer, qkv):
             if layer == 7:
                 raise RuntimeError("injected")
             return attend(layer, qkv)

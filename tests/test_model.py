@@ -18,7 +18,8 @@ transformers = pytest.importorskip("transformers")
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 SCALINGS = [
-    None, {"rope_type": "linear", "factor": 2.5}, LLAMA3, YARN, YARN | {"attention_factor": 1.3}, YARN | {"mscale": 0.7, "mscale_all_dim": 1.1},
+    None, {"rope_type": "linear", "factor": 2.5}, LLAMA3, YARN, YARN | {"attention_factor": 1.3},
+    YARN | {"mscale": 0.7, "mscale_all_dim": 1.1},
     YARN | {"beta_fast": 16, "beta_slow": 2, "truncate": False}, YARN | {"factor": 0.5},
 ]  # fmt: skip
 
@@ -67,12 +68,13 @@ def causal_attention(config: ModelConfig, rows: int):
 def our_logits(folder: Path, ids: list[int], rows: list[int]) -> torch.Tensor:
     config, weights = load_checkpoint(folder)
     with torch.inference_mode():
-        return DecoderModel(config, weights).forward(torch.tensor(ids), causal_attention(config, len(ids)), torch.tensor(rows, dtype=torch.int64))
+        attend = causal_attention(config, len(ids))
+        return DecoderModel(config, weights).forward(torch.tensor(ids), attend, torch.tensor(rows, dtype=torch.int64))
 
 
 COMMON = {
-    "vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2,
-    "max_position_embeddings": 256, "bos_token_id": 0, "eos_token_id": 1,
+    "vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
 FAMILIES = {
     "llama": ("Llama", {"rope_parameters": LLAMA3 | {"rope_theta": 10000.0}}),

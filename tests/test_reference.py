@@ -10,7 +10,10 @@ from reference.lookahead import BLOCK, ReferenceSequence, Slot
 
 
 def working_set(blocks: list[int], last: list[int]) -> dict[int, Slot]:
-    return {s: Slot(b, t, np.full((BLOCK, 2), b, np.float32), np.full((BLOCK, 2), -b, np.float32)) for s, (b, t) in enumerate(zip(blocks, last, strict=True))}
+    return {
+        s: Slot(b, t, np.full((BLOCK, 2), b, np.float32), np.full((BLOCK, 2), -b, np.float32))
+        for s, (b, t) in enumerate(zip(blocks, last, strict=True))
+    }
 
 
 def host(blocks: int) -> dict[int, tuple[np.ndarray, np.ndarray]]:
@@ -143,10 +146,21 @@ def test_select_copies() -> None:
 
 
 def sequence(**kw) -> ReferenceSequence:
-    args = dict(
-        layers=1, heads=1, group=1, head_dim=2, top_k=2, cap=1, max_drafts=3, sparse_from=64, summary="mean_std", group_combine="max",
-        cos=np.ones((400, 1), np.float32), sin=np.zeros((400, 1), np.float32), prompt_tokens=64,
-    )  # fmt: skip
+    args = {
+        "layers": 1,
+        "heads": 1,
+        "group": 1,
+        "head_dim": 2,
+        "top_k": 2,
+        "cap": 1,
+        "max_drafts": 3,
+        "sparse_from": 64,
+        "summary": "mean_std",
+        "group_combine": "max",
+        "cos": np.ones((400, 1), np.float32),
+        "sin": np.zeros((400, 1), np.float32),
+        "prompt_tokens": 64,
+    }
     return ReferenceSequence(**{**args, **kw})
 
 
@@ -218,9 +232,20 @@ def test_slots_grow_until_k() -> None:
 @pytest.mark.parametrize("combine", ref.COMBINES)
 def test_sparse_equals_dense_when_k_covers_everything(kind: str, combine: str) -> None:
     rng = np.random.default_rng(2)
-    shape = dict(layers=2, heads=2, group=3, head_dim=8, top_k=20, cap=20, sparse_from=40, summary=kind, group_combine=combine, prompt_tokens=45)
+    shape = {
+        "layers": 2,
+        "heads": 2,
+        "group": 3,
+        "head_dim": 8,
+        "top_k": 20,
+        "cap": 20,
+        "sparse_from": 40,
+        "summary": kind,
+        "group_combine": combine,
+        "prompt_tokens": 45,
+    }
     angle = rng.random((400, 4))
-    tables = dict(cos=np.cos(angle).astype(np.float32), sin=np.sin(angle).astype(np.float32))
+    tables = {"cos": np.cos(angle).astype(np.float32), "sin": np.sin(angle).astype(np.float32)}
     sparse, dense = sequence(**shape, **tables), sequence(**shape, **tables, sparse_enabled=False)
     kinds, step = set(), 0
     while sparse.committed < 200:

@@ -99,8 +99,7 @@ def test_pieces_of_any_ids_join_to_the_decoded_text(tokenizer, ids):
 def test_pieces_of_text_hold_whole_characters(tokenizer, text):
     ids = tokenizer.encode(text)
     pieces = check_pieces(tokenizer, ids)
-    if "\ufffd" not in tokenizer.decode(ids):  # the vocabulary lacks a few bytes of rare planes
-        assert "".join(pieces) == text
+    if tokenizer.decode(ids) == text and "\ufffd" not in text:  # SmolLM2's vocabulary lacks a few bytes and drops them
         assert all("\ufffd" not in p for p in pieces)
 
 
@@ -144,7 +143,9 @@ def test_pieces_of_a_tokenizer_that_is_not_byte_level(text):
 
 
 @pytest.mark.parametrize(
-    ("config", "adds"), [({}, True), ({"add_bos_token": True}, True), ({"add_bos_token": False}, False), ({"bos_token": None}, False)], ids=str
+    ("config", "adds"),
+    [({}, True), ({"add_bos_token": True}, True), ({"add_bos_token": False}, False), ({"bos_token": None}, False)],
+    ids=str,
 )
 def test_bos_comes_only_where_configured_and_never_twice(config, adds):
     tokenizer = Tokenizer(sentencepiece_like(), {"bos_token": {"content": "<s>"}} | config, {}, None)

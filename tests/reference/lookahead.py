@@ -140,7 +140,9 @@ def victims(working: dict[int, Slot], keep: set[int]) -> list[int]:
     return sorted(slots, key=lambda s: (working[s].last_selected, working[s].block))
 
 
-def select(working: dict[int, Slot], predicted: list[int], cap: int, step: int, host: dict[int, tuple[np.ndarray, np.ndarray]]) -> Selection:
+def select(
+    working: dict[int, Slot], predicted: list[int], cap: int, step: int, host: dict[int, tuple[np.ndarray, np.ndarray]]
+) -> Selection:
     """Touches what is resident, admits the first `cap` missing blocks in rank order and copies their K and V from `host`."""
     resident = {w.block for w in working.values()}
     for w in working.values():
@@ -202,7 +204,8 @@ class ReferenceSequence:
     sparse: bool = False
     stats: dict[str, int] = field(
         default_factory=lambda: dict.fromkeys(
-            ("dense_steps", "sparse_steps", "blocks_predicted", "blocks_admitted", "blocks_capped", "bytes_fetched", "resident_tokens_max"), 0
+            ("dense_steps", "sparse_steps", "blocks_predicted", "blocks_admitted", "blocks_capped", "bytes_fetched", "resident_tokens_max"),
+            0,
         )
     )
 
@@ -236,10 +239,6 @@ class ReferenceSequence:
         if self.sparse:
             assert self._complete - self.settled <= 1, "more than one block completed in a step"
         return "prefill" if prefill else "sparse" if self.sparse else "dense"
-
-    def cancel_sparsify(self) -> None:
-        """The request was preempted between its first selection and SPARSIFY: it stays dense and selects again."""
-        self._chosen = None
 
     def forward(self, layer: int, qkv: np.ndarray) -> np.ndarray:
         """Packed rows [rows, (Hq + 2H) * D] of one layer -> attention output, float64 [rows, Hq * D]."""

@@ -33,7 +33,7 @@ class _Cache:
         heads, _, head_size = self._shape
         for store in (self.keys, self.values):
             for i, old in enumerate(store):
-                store[i] = torch.empty(heads, length + length // 2 + 64, head_size)
+                store[i] = torch.empty(heads, _capacity(length), head_size)
                 store[i][:, : old.shape[1]] = old
 
     @property
@@ -113,7 +113,12 @@ class ModelDrafter(Drafter):
 
 
 def _cache_bytes(config: ModelConfig, tokens: int) -> int:
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_size * 4 * tokens
+    """At most, with the room to grow that `_Cache.reserve` takes."""
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_size * 4 * _capacity(tokens)
+
+
+def _capacity(tokens: int) -> int:
+    return tokens + tokens // 2 + 64
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -59,7 +59,10 @@ def _yarn(plain: torch.Tensor, base: float, dim: int, s: dict[str, Any], max_pos
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     ramp = ((torch.arange(dim // 2).float() - low) / max(high - low, 0.001)).clamp(0, 1)
-    frequencies = plain / factor * ramp + plain * (1 - ramp)
+    kept = 1 - ramp
+    periods = base ** (torch.arange(0, dim, 2).float() / dim)
+    # In transformers' order of operations: positions multiply a difference in the last bit.
+    frequencies = 1.0 / (factor * periods) * (1 - kept) + plain * kept
     return frequencies, _yarn_attention(factor, s)
 
 

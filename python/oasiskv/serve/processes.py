@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -55,14 +56,10 @@ def stop(process: subprocess.Popen[bytes] | None, grace_s: float) -> None:
         return
     if process.poll() is None:
         process.terminate()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(grace_s)
-        except subprocess.TimeoutExpired:
-            pass
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # what it may have left behind, stubs above all
-    except ProcessLookupError:
-        pass
     process.wait()
 
 
