@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-import queue
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from oasiskv.bench.text import essays
 from oasiskv.checkpoint import resolve_model
-from oasiskv.serve.probe import tensor
-from oasiskv.serve.processes import free_ports
+from oasiskv.serve.grpc_client import generate
 from oasiskv.tokenizer import Tokenizer
 
 MODEL = "smollm2-135m"
@@ -35,17 +33,26 @@ def prompt() -> str:
     return tokenizer.apply_chat([{"role": "user", "content": f"{document}\n\n{QUESTION}"}])
 
 
+def free_ports(count: int) -> list[int]:
+    """Ports nobody listens on at this moment."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for s in sockets:
+            s.bind(("127.0.0.1", 0))
+        return [s.getsockname()[1] for s in sockets]
+
+
 class Service:
     """`oasiskv serve` as a child, as a user would run it."""
 
     def __init__(self, *flags: str) -> None:
         self.port, http, metrics = free_ports(3)
-        command = [sys.executable, "-m", "oasiskv.cli.main", "serve", "--model", MODEL, "--top-k-blocks", str(TOP_K), "--grpc-port",
+        command = [sys.executable, "-m", "oasiskv.cli", "serve", "--model", MODEL, "--top-k-blocks", str(TOP_K), "--grpc-port",
                    str(self.port), "--http-port", str(http), "--metrics-port", str(metrics), *flags]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        line = self._process.stdout.readline()
-        if not line.startswith("ready"):
-            raise SystemExit(f"demo: the server did not start (exit {self._process.wait()})")
+        line = next((line for line in self._process.stdout if "ready:" in line), None)
+        if line is None:
+            raise SystemExit(f"demo: the server did not start (exit {self._process.wait()}); its reason is above")
         print(f"  {line.strip()}", flush=True)
 
     def __enter__(self) -> Service:
@@ -58,32 +65,17 @@ class Service:
 
 def ask(port: int, text: str, show: bool) -> dict[str, Any]:
     """Stream one answer through the ensemble; the server's own statistics plus what the client saw."""
-    from tritonclient import grpc
-
-    answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
-    inputs = [tensor("text_input", np.array([text.encode()], dtype=np.object_)), tensor("max_tokens", np.array([MAX_TOKENS], dtype=np.int32)),
-              tensor("stream", np.array([True]))]
     answer, stats, times = "", {}, []
     begin = time.perf_counter()
-    with grpc.InferenceServerClient(f"127.0.0.1:{port}") as client:
-        client.start_stream(lambda result, error: answers.put((result, error)))
-        client.async_stream_infer("ensemble", inputs, enable_empty_final_response=True)
-        final = False
-        while not final:
-            result, error = answers.get(timeout=300)
-            if error is not None:
-                raise SystemExit(f"demo: the server answered with an error: {error}")
-            final = result.get_response().parameters["triton_final_response"].bool_param
-            times.append(time.perf_counter())
-            piece = result.as_numpy("text_output")[0].decode()
-            answer += piece
-            stats = json.loads(result.as_numpy("oasis_stats")[0]) or stats
-            if show:
-                print(piece, end="", flush=True)
+    for piece in generate(f"127.0.0.1:{port}", text, deadline_s=300, max_tokens=MAX_TOKENS, stream=True):
+        times.append(time.perf_counter())
+        answer += piece.text
+        stats = piece.stats or stats
+        if show:
+            print(piece.text, end="", flush=True)
     if show:
         print()
-    generated = stats["generated_tokens"]
-    per_second = (generated - 1) / (times[-1] - times[0]) if len(times) > 1 else 0.0
+    per_second = (stats["generated_tokens"] - 1) / (times[-1] - times[0]) if len(times) > 1 else 0.0
     return stats | {"answer": answer, "client_ttft_s": times[0] - begin, "tokens_per_s": per_second}
 
 

@@ -1,47 +1,68 @@
-"""Entry point. Imports little, so that an early SIGINT ends quietly too.
-
-Exit codes: 0 done, 1 a request failed, 2 bad options, model or prompt (one line on standard error), 130 interrupted.
-"""
+"""Dispatch to the commands. Light: torch is imported by the command that needs it, so that errors and Ctrl-C are quick."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
 from typing import Any, NoReturn
 
+from oasiskv import __version__
+from oasiskv.errors import OasisError, RequestError
 
-def _interrupted(_number: int, _frame: Any) -> NoReturn:
-    """The default command holds nothing that outlives its process: leave at once, wherever Python is."""
-    os._exit(130)
+OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a usage error in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"oasiskv: error: {message} (see {self.prog} --help)", file=sys.stderr)
+        raise SystemExit(USAGE)
+
+
+def build_parser() -> Parser:
+    from oasiskv.cli import bench, convert, env, generate, serve
+
+    parser = Parser(prog="oasiskv", description="Long-context LLM serving out of a small working set of the KV cache.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for module in (generate, serve, convert, bench, env):
+        name = module.__name__.rpartition(".")[2]
+        summary = (module.__doc__ or "").partition("\n")[0]
+        sub = commands.add_parser(name, help=summary, description=summary, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        module.add_arguments(sub)
+        sub.set_defaults(run=module.run)
+    return parser
 
 
 def main(argv: list[str] | None = None) -> int:
-    signal.signal(signal.SIGINT, _interrupted)
-    from oasiskv.cli import generate, other
-    from oasiskv.errors import OasisError
-
-    parser = argparse.ArgumentParser(prog="oasiskv", description="Long-context LLM serving out of a small working set.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    generate.add_parser(commands)
-    other.add_parsers(commands)
-    bench = commands.add_parser("bench", help="benchmarks", add_help=False)
-    bench.add_argument("which", choices=["decode"])
-    bench.set_defaults(run=None)
-    args, rest = parser.parse_known_args(argv)
-    if rest and args.run is not None:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    """Exit codes: 0 done, 1 a request or the server failed, 2 usage, configuration or checkpoint, 130 SIGINT."""
+    # An import that is interrupted may answer with an ImportError of its own: until a command is ready, leave at once.
+    signal.signal(signal.SIGINT, _leave)
     try:
-        if args.run is None:
-            from oasiskv.bench import decode
-
-            return decode.main(rest)
+        args = build_parser().parse_args(argv)
         return args.run(args)
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        print("oasiskv: interrupted", file=sys.stderr)
+        return INTERRUPTED
     except OasisError as error:
         print(f"oasiskv: error: {error}", file=sys.stderr)
-        return 2
+        return FAILED if isinstance(error, RequestError) or type(error).__name__ in ("EngineError", "ServeError") else USAGE
+    except BrokenPipeError:  # the reader of our output went away
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _leave(*_: Any) -> NoReturn:
+    with contextlib.suppress(OSError):
+        os.write(2, b"oasiskv: interrupted\n")
+    os._exit(INTERRUPTED)
+
+
+def interruptible() -> None:
+    """From here on SIGINT raises KeyboardInterrupt, so that what runs can clean up."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)

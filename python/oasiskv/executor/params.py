@@ -25,7 +25,8 @@ def sampling_params(params: dict[str, Any], tokenizer: Tokenizer) -> SamplingPar
     options = dict(params)
     words = options.pop("stop_word_ids", None) or []
     end_id = options.pop("end_id", None)
-    stop, stop_ids = list(options.get("stop") or []), list(options.get("stop_token_ids") or [])
+    stop = options.get("stop") or ()
+    stop, stop_ids = [stop] if isinstance(stop, str) else list(stop), list(options.get("stop_token_ids") or ())
     if not isinstance(words, list):
         raise RequestError(f"stop_word_ids = {words!r}: must be a list of lists of token ids")
     for word in words:

@@ -1,1 +1,1 @@
-"""A Triton server in front of one executor, started, probed, supervised and stopped as one."""
+"""Serving through Triton: find it, lay out its repository, start, watch and stop it."""

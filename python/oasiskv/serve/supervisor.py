@@ -1,169 +1,282 @@
-"""`oasiskv serve`: executor and tritonserver as one service. What dies is restarted; what stops leaves nothing behind."""
+"""Starts executor and tritonserver, proves by a real request that they answer, watches and restarts them, and cleans up."""
 
 from __future__ import annotations
 
 import json
-import logging
-import shutil
+import os
 import signal
 import sys
-import tempfile
 import threading
 import time
+from collections import deque
 from dataclasses import asdict
-from pathlib import Path
+from typing import Any
 
-from oasiskv.checkpoint import resolve_model
-from oasiskv.config import EngineConfig
-from oasiskv.errors import EngineError
-from oasiskv.executor.protocol import create_key
-from oasiskv.serve import probe, processes, triton
+from oasiskv.errors import ConfigError, EngineError, OasisError
+from oasiskv.executor.client import ExecutorClient
+from oasiskv.executor.transport import write_key
+from oasiskv.serve import grpc_client, repo, triton
+from oasiskv.serve.child import Child
+from oasiskv.serve.options import ServeOptions
+from oasiskv.serve.runtime import Runtime
 
-_log = logging.getLogger("oasiskv.serve")
-_START_DEADLINE_S = 180.0
-_PROBE_EVERY_S = 5.0
-_PROBE_DEADLINE_S = 20.0
+_POLL_S = 0.25
+_TRITON_EXIT_S = 8
+_BUSY_S = 120.0  # an engine with requests in flight that yields nothing for so long hangs
+_RECOVER_S = 60.0
+_MAX_RECOVERIES, _WINDOW_S = 5, 300.0
 
 
-class Server:
-    """One runtime folder, one executor, one tritonserver. `close` is idempotent and removes all of it."""
+class ServeError(OasisError):
+    """The server did not come up, or cannot be kept up."""
 
-    def __init__(self, config: EngineConfig, ports: triton.Ports) -> None:
-        for field in ("grpc", "http", "metrics"):
-            processes.check_port(f"{field}_port", getattr(ports, field))
-        self._server = triton.find_server()
-        self._config = config
-        self._ports = ports
-        tokenizer_dir = resolve_model(config.model, config.dtype)
-        self._runtime = Path(tempfile.mkdtemp(prefix="oasiskv-"))  # mode 0700
-        self._shm_prefix = f"{self._runtime.name}-"
-        self._executor = self._triton = None
-        self._wake = threading.Event()
-        self._socket, self._key = self._runtime / "executor.sock", self._runtime / "executor.key"
-        create_key(self._key)
-        (self._runtime / "cwd").mkdir()
-        triton.make_backend_dir(self._server, self._runtime / "backends")
-        values = {
-            "tokenizer_dir": str(tokenizer_dir.resolve()),
-            "oasis_executor_socket": str(self._socket),
-            "oasis_executor_key_file": str(self._key),
-        }
-        triton.fill_repository(triton.repository_source(), self._runtime / "repository", values)
+
+class _StopRequested(Exception):
+    """A signal came while something was being waited for."""
+
+
+def run(options: ServeOptions) -> int:
+    """Serve until SIGINT (130) or SIGTERM (0). Raises ConfigError or ServeError; nothing is left behind either way."""
+    options.check_ports()
+    installation = triton.locate()
+    stop = threading.Event()
+    received: list[int] = []
+
+    def on_signal(number: int, _frame: Any) -> None:
+        received.append(number)
+        stop.set()
+
+    previous = {n: signal.signal(n, on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with Runtime() as runtime:
+            supervisor = Supervisor(options, installation, runtime, stop)
+            try:
+                supervisor.start()
+                supervisor.watch()
+            except _StopRequested:
+                pass
+            finally:
+                supervisor.stop()
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    return 130 if signal.SIGINT in received else 0
+
+
+class Supervisor:
+    """All methods run on the main thread: the kernel ties a child's life to the thread that started it."""
+
+    def __init__(self, options: ServeOptions, installation: triton.TritonInstallation, runtime: Runtime, stop: threading.Event) -> None:
+        self._options = options
+        self._triton = installation
+        self._runtime = runtime
+        self._stop = stop
+        self._executor: Child | None = None
+        self._server: Child | None = None
+        self._stubs: set[int] = set()
+        self._recoveries: deque[float] = deque(maxlen=_MAX_RECOVERIES)
+        write_key(runtime.authkey_file)
 
     def start(self) -> None:
-        """Start both and wait for the first real answer. Raises EngineError with the end of the logs."""
-        self._start_executor()
-        self._start_triton()
-        end = time.monotonic() + _START_DEADLINE_S
-        last = "nothing answered"
-        while time.monotonic() < end:
-            self._require_alive()
-            try:
-                probe.ask(self._ports.grpc, "Hello", 1, _PROBE_DEADLINE_S)
-            except Exception as error:  # whatever tritonclient raises while the server comes up
-                last = str(error)
-                if self._wake.wait(0.1):
-                    raise KeyboardInterrupt from None
-            else:
-                return
-        raise EngineError(f"no answer within {_START_DEADLINE_S:.0f} s ({last})\n{self._logs()}")
+        begin = time.monotonic()
+        o = self._options
+        _log(f"loading {o.engine.model}")
+        identity = self._start_executor(o.start_s)
+        self._make_repository(identity)
+        self._start_triton(o.start_s)
+        _log(
+            f"ready: gRPC {o.host}:{o.grpc_port}, HTTP {o.host}:{o.http_port}, metrics {o.host}:{o.metrics_port}, "
+            f"model {o.engine.model}, after {time.monotonic() - begin:.1f} s",
+            file=sys.stdout,
+        )
 
-    def supervise(self) -> None:
-        """Until `stop`: restart what died; a probe that fails twice restarts Triton (a dead stub never comes back by itself)."""
-        failures = 0
-        while not self._wake.wait(_PROBE_EVERY_S):
-            if self._executor.poll() is not None:
-                _log.error("the executor died (exit %s); restarting it\n%s", self._executor.returncode, self._log_of("executor"))
-                self._start_executor()
-                continue
-            if self._triton.poll() is not None:
-                _log.error("tritonserver died (exit %s); restarting it\n%s", self._triton.returncode, self._log_of("triton"))
-                self._restart_triton()
-                continue
-            try:
-                probe.ask(self._ports.grpc, "Hello", 1, _PROBE_DEADLINE_S)
-                failures = 0
-            except Exception as error:
-                failures += 1
-                _log.error("a probe failed (%d in a row): %s", failures, error)
-                if failures >= 2:
-                    self._restart_triton()
-                    failures = 0
+    def watch(self) -> None:
+        """Until a signal: look at the processes all the time, and send a real request now and then."""
+        next_probe = time.monotonic() + self._options.probe_every_s
+        while not self._stop.wait(_POLL_S):
+            fault = self._dead_process()
+            if fault is None and time.monotonic() >= next_probe:
+                fault = self._failed_probe()
+                next_probe = time.monotonic() + self._options.probe_every_s
+            if fault is not None:
+                self._recover(fault)
+                next_probe = time.monotonic() + self._options.probe_every_s
 
     def stop(self) -> None:
-        """Ask `start` or `supervise` to return; safe in a signal handler."""
-        self._wake.set()
+        """End both at the same time: the executor's drain lets Triton's streams end."""
+        children = [c for c in (self._server, self._executor) if c]
+        for child in children:
+            child.terminate()
+        for child in children:
+            child.stop(max(self._options.drain_s, _TRITON_EXIT_S) + 4.0)
 
-    def close(self) -> None:
-        processes.stop(self._triton, grace_s=12)
-        processes.stop(self._executor, grace_s=10)
-        self._triton = self._executor = None
-        self._clean_shm()
-        shutil.rmtree(self._runtime, ignore_errors=True)
+    # ------------------------------------------------------------ starting
 
-    def _start_executor(self) -> None:
-        config = json.dumps(asdict(self._config))
-        command = [sys.executable, "-m", "oasiskv.executor.server", "--socket", str(self._socket), "--key-file", str(self._key)]
-        self._socket.unlink(missing_ok=True)
-        self._executor = processes.spawn([*command, "--config-json", config], self._runtime / "executor.log", self._runtime / "cwd")
-        end = time.monotonic() + _START_DEADLINE_S
-        while not self._socket.exists():
-            if self._executor.poll() is not None:
-                raise EngineError(f"the executor did not start\n{self._log_of('executor')}")
+    def _start_executor(self, deadline_s: float) -> dict[str, Any]:
+        """Start it and wait until it answers; its ping."""
+        command = [
+            sys.executable, "-m", "oasiskv.executor", "--socket", str(self._runtime.socket), "--authkey-file",
+            str(self._runtime.authkey_file), "--config-json", json.dumps(asdict(self._options.engine)),
+            "--drain-s", str(self._options.drain_s), "--parent-pid", str(os.getpid()),
+        ]  # fmt: skip
+        self._executor = child = Child("executor", command, self._runtime.cwd, dict(os.environ), self._options.verbose)
+        end = time.monotonic() + deadline_s
+        while True:
+            if child.exit_code() is not None:
+                if child.exit_code() == 2 and (why := child.last_error()):
+                    raise ConfigError(why)
+                raise ServeError(f"the executor ended with code {child.exit_code()} while loading\n{child.tail()}")
+            if self._runtime.socket.exists():
+                try:
+                    return self._ping()
+                except EngineError:
+                    pass  # the file of one that was killed: the new one replaces it
             if time.monotonic() > end:
-                raise EngineError(f"the executor was not ready within {_START_DEADLINE_S:.0f} s\n{self._log_of('executor')}")
-            if self._wake.wait(0.05):
-                raise KeyboardInterrupt
+                raise ServeError(f"the executor was not ready within {deadline_s:g} s\n{child.tail()}")
+            self._wait()
 
-    def _start_triton(self) -> None:
-        command = triton.command(self._server, self._runtime, self._ports, self._shm_prefix)
-        self._triton = processes.spawn(command, self._runtime / "triton.log", self._runtime / "cwd", triton.environment())
+    def _make_repository(self, identity: dict[str, Any]) -> None:
+        values = {
+            "triton_max_batch_size": "64",
+            "tokenizer_dir": identity["model_dir"],
+            "preprocessing_instance_count": "1",
+            "postprocessing_instance_count": "1",
+            "oasis_executor_socket": str(self._runtime.socket),
+            "oasis_executor_authkey_file": str(self._runtime.authkey_file),
+            "cancellation_check_period_ms": "20",
+        }
+        repo.fill(self._runtime.folder / "models", values)
+        self._triton.make_backend_dir(self._runtime.folder / "backends")
 
-    def _restart_triton(self) -> None:
-        processes.stop(self._triton, grace_s=2)
-        self._clean_shm()
-        self._start_triton()
+    def _start_triton(self, deadline_s: float) -> None:
+        """Start it and wait until it answered a real request."""
+        self._wait_for_ports()
+        o, folder = self._options, self._runtime.folder
+        command = [
+            sys.executable, "-m", "oasiskv.serve.launch", str(os.getpid()), str(self._triton.server),
+            f"--model-repository={folder / 'models'}", f"--backend-directory={folder / 'backends'}",
+            f"--cache-directory={self._triton.root / 'caches'}",
+            f"--http-address={o.host}", f"--http-port={o.http_port}", f"--grpc-address={o.host}", f"--grpc-port={o.grpc_port}",
+            f"--metrics-address={o.host}", f"--metrics-port={o.metrics_port}", "--allow-gpu-metrics=false",
+            "--disable-auto-complete-config", f"--exit-timeout-secs={_TRITON_EXIT_S}",
+            f"--backend-config=python,shm-region-prefix-name={self._runtime.shm_prefix}",
+        ]  # fmt: skip
+        self._server = child = Child("triton", command, self._runtime.cwd, self._triton.environment(), o.verbose)
+        end = time.monotonic() + deadline_s
+        why = ""
+        while True:
+            if child.exit_code() is not None:
+                raise ServeError(f"tritonserver ended with code {child.exit_code()} while starting\n{child.tail()}")
+            try:
+                self._probe(min(o.probe_deadline_s, max(1.0, end - time.monotonic())))
+            except grpc_client.RemoteError as error:
+                why = str(error)
+            else:
+                self._stubs = child.members()
+                return
+            if time.monotonic() > end:
+                raise ServeError(f"the ensemble answered no request within {deadline_s:g} s ({why})\n{child.tail()}")
+            self._wait()
 
-    def _require_alive(self) -> None:
-        for name, process in (("executor", self._executor), ("triton", self._triton)):
-            if process.poll() is not None:
-                raise EngineError(f"{name} ended with exit {process.returncode}\n{self._log_of(name)}")
+    def _wait_for_ports(self) -> None:
+        end = time.monotonic() + 10.0
+        while True:
+            try:
+                return self._options.check_ports()
+            except ConfigError as error:
+                if time.monotonic() > end:
+                    raise ServeError(str(error)) from None
+                self._wait()
 
-    def _clean_shm(self) -> None:
-        for region in Path("/dev/shm").glob(f"{self._shm_prefix}*"):
-            region.unlink(missing_ok=True)
+    def _wait(self) -> None:
+        if self._stop.wait(_POLL_S):
+            raise _StopRequested
 
-    def _log_of(self, name: str) -> str:
-        return f"--- end of {name}.log ---\n{processes.tail(self._runtime / f'{name}.log')}"
+    # ------------------------------------------------------------ watching
 
-    def _logs(self) -> str:
-        return f"{self._log_of('executor')}\n{self._log_of('triton')}"
+    def _probe(self, deadline_s: float) -> None:
+        """A real request through all models. Raises RemoteError."""
+        for _ in grpc_client.generate(self._options.grpc_url, "a", max_tokens=1, deadline_s=deadline_s, give_up=self._gone):
+            pass
+
+    def _gone(self) -> bool:
+        """Whether waiting for an answer has become useless."""
+        dead = [c for c in (self._server, self._executor) if c and c.exit_code() is not None]
+        return self._stop.is_set() or bool(dead)
+
+    def _ping(self) -> dict[str, Any]:
+        with ExecutorClient(self._runtime.socket, self._runtime.authkey_file, deadline_s=0.2) as client:
+            return client.ping()
+
+    def _dead_process(self) -> str | None:
+        assert self._executor and self._server
+        for child in (self._executor, self._server):
+            if child.exit_code() is not None:
+                return f"{child.name} ended with code {child.exit_code()}\n{child.tail()}"
+        dead = self._server.dead_members(self._stubs)
+        return f"Triton's stub processes {sorted(dead)} died" if dead else None
+
+    def _failed_probe(self) -> str | None:
+        try:
+            self._probe(self._options.probe_deadline_s)
+        except grpc_client.RemoteError as error:
+            if self._stop.is_set():
+                return None
+            fault = self._dead_process()
+            if fault is None and self._busy():
+                return None
+            return fault or f"a request to the ensemble failed: {error}"
+        return None
+
+    def _busy(self) -> bool:
+        """Whether the engine has work and yields tokens: the probe then merely waits in its queue."""
+        try:
+            ping = self._ping()
+        except OasisError:
+            return False
+        return ping["in_flight"] > 0 and ping["quiet_s"] < _BUSY_S
+
+    def _recover(self, fault: str) -> None:
+        """Restart what is at fault. Raises ServeError when that happens too often or fails."""
+        begin = time.monotonic()
+        _log(f"fault: {fault}")
+        if len(self._recoveries) == _MAX_RECOVERIES and begin - self._recoveries[0] < _WINDOW_S:
+            raise ServeError(f"{_MAX_RECOVERIES} recoveries within {_WINDOW_S:g} s: giving up; the last fault: {fault}")
+        self._recoveries.append(begin)
+        assert self._executor and self._server
+        if not self._executor_answers():
+            self._executor.stop(1.0)
+            self._start_executor(self._options.start_s)
+            _log("restarted the executor")
+        # The core model reconnects by itself; a Triton that lost a stub, or does not answer even so, is started anew.
+        if self._server.exit_code() is None and not self._server.dead_members(self._stubs) and self._answers_again():
+            _log(f"recovered after {time.monotonic() - begin:.1f} s")
+            return
+        self._server.stop(1.0)
+        self._runtime.clean_shm()
+        self._start_triton(_RECOVER_S)
+        _log(f"restarted tritonserver; recovered after {time.monotonic() - begin:.1f} s")
+
+    def _executor_answers(self) -> bool:
+        assert self._executor
+        if self._executor.exit_code() is not None:
+            return False
+        try:
+            ping = self._ping()
+        except OasisError:
+            return False
+        return ping["in_flight"] == 0 or ping["quiet_s"] < _BUSY_S
+
+    def _answers_again(self) -> bool:
+        end = time.monotonic() + 5.0
+        while time.monotonic() < end:
+            try:
+                self._probe(2.0)
+                return True
+            except grpc_client.RemoteError:
+                self._wait()
+        return False
 
 
-def run(config: EngineConfig, ports: triton.Ports) -> int:
-    """Serve until SIGINT (exit code 130) or SIGTERM (0)."""
-    received: list[int] = []
-    server: Server | None = None
-
-    def on_signal(number: int, _frame: object) -> None:
-        received.append(number)
-        if server is None:
-            raise KeyboardInterrupt
-        server.stop()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, on_signal)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    begin = time.monotonic()
-    try:
-        server = Server(config, ports)
-        server.start()
-        print(f"ready in {time.monotonic() - begin:.1f} s: model {config.model}, gRPC 127.0.0.1:{ports.grpc}, "
-              f"HTTP 127.0.0.1:{ports.http}, metrics 127.0.0.1:{ports.metrics}", flush=True)
-        server.supervise()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        if server is not None:
-            server.close()
-    return 130 if signal.SIGINT in received else 0
+def _log(text: str, file: Any = None) -> None:
+    print(f"oasiskv: {text}", file=file or sys.stderr, flush=True)

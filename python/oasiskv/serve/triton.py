@@ -1,91 +1,87 @@
-"""The tritonserver that the package nvidia-pytriton bundles: where it is and how it must be started."""
+"""Finds the Triton server that the package nvidia-pytriton bundles, without importing it."""
 
 from __future__ import annotations
 
+import ctypes
+import importlib.metadata
 import importlib.util
 import os
-import re
-import shutil
 import sys
 import sysconfig
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from oasiskv.errors import ConfigError
 
-REPOSITORY_MODELS = ("preprocessing", "tensorrt_llm", "postprocessing", "ensemble")
+_INSTALL = "pip install 'oasiskv[triton]'"
 
 
 @dataclass(frozen=True)
-class Ports:
-    grpc: int
-    http: int
-    metrics: int
+class TritonInstallation:
+    """root has bin/, backends/ and caches/; stub is this Python's; libpython_dir is None where the loader finds libpython itself."""
+
+    root: Path
+    stub: Path
+    libpython_dir: Path | None
+    version: str  # of nvidia-pytriton
+
+    @property
+    def server(self) -> Path:
+        return self.root / "bin" / "tritonserver"
+
+    def make_backend_dir(self, folder: Path) -> Path:
+        """The backend directory in the layout that tritonserver wants: the stub must lie beside the backend's library."""
+        python = folder / "python"
+        python.mkdir(parents=True)
+        source = self.root / "backends" / "python"
+        for file in (source / "libtriton_python.so", source / "triton_python_backend_utils.py", self.stub):
+            (python / file.name).symlink_to(file)
+        return folder
+
+    def environment(self) -> dict[str, str]:
+        """This process's, changed so that the stubs run this Python with its packages."""
+        env = dict(os.environ)
+        bins = [str(Path(sys.executable).parent), "/usr/bin", "/bin"]
+        env["PATH"] = os.pathsep.join(bins)
+        if self.libpython_dir:
+            env["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, [str(self.libpython_dir), env.get("LD_LIBRARY_PATH")]))
+        return env
 
 
-def find_server() -> Path:
-    """The folder of the bundled server. Raises ConfigError naming what to install."""
+def locate() -> TritonInstallation:
+    """Raises ConfigError naming what is missing and how to install it."""
+    for module, package in (("pytriton", "nvidia-pytriton"), ("tritonclient", "tritonclient[grpc]"), ("grpc", "tritonclient[grpc]")):
+        if importlib.util.find_spec(module) is None:
+            raise ConfigError(f"the package {package} is not installed: {_INSTALL}")
+    _check_numpy()
     spec = importlib.util.find_spec("pytriton")
-    if spec is None or not spec.submodule_search_locations:
-        raise ConfigError("the Triton server is not installed: pip install 'oasiskv[triton]'")
-    try:
-        if int(version("numpy").split(".")[0]) >= 2:
-            raise ConfigError(f"numpy {version('numpy')} kills Triton's python backend: pip install 'numpy<2'")
-    except PackageNotFoundError:
-        raise ConfigError("numpy is not installed: pip install 'numpy<2'") from None
-    return Path(next(iter(spec.submodule_search_locations))) / "tritonserver"
-
-
-def make_backend_dir(server: Path, target: Path) -> None:
-    """The python backend with the stub of this interpreter beside it. Raises ConfigError where there is none."""
-    stub = server / "python_backend_stubs" / f"{sys.version_info.major}.{sys.version_info.minor}" / "triton_python_backend_stub"
+    root = Path(next(iter(spec.submodule_search_locations or []), "")) / "tritonserver"
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    stub = root / "python_backend_stubs" / python / "triton_python_backend_stub"
+    for file in (root / "bin" / "tritonserver", root / "backends" / "python" / "libtriton_python.so"):
+        if not file.exists():
+            raise ConfigError(f"{file} is missing: reinstall nvidia-pytriton")
     if not stub.exists():
-        raise ConfigError(f"Triton has no python backend for Python {sys.version_info.major}.{sys.version_info.minor}: use 3.10 to 3.12")
-    backend = target / "python"
-    backend.mkdir(parents=True)
-    for name in ("libtriton_python.so", "triton_python_backend_utils.py"):
-        (backend / name).symlink_to(server / "backends" / "python" / name)
-    (backend / stub.name).symlink_to(stub)
+        have = ", ".join(sorted(p.name for p in stub.parent.parent.glob("3.*")))
+        raise ConfigError(f"Triton has no stub for Python {python}: run with one of {have}")
+    return TritonInstallation(root, stub, _libpython_dir(), importlib.metadata.version("nvidia-pytriton"))
 
 
-def fill_repository(source: Path, target: Path, values: dict[str, str]) -> None:
-    """Copy the model repository with `${name}` placeholders filled. Raises ConfigError for one without a value."""
-    for model in REPOSITORY_MODELS:
-        shutil.copytree(source / model, target / model, ignore=shutil.ignore_patterns("__pycache__"))
-        (target / model / "1").mkdir(exist_ok=True)
-        config = target / model / "config.pbtxt"
-        text = re.sub(r"\$\{(\w+)\}", lambda m: values.get(m[1], m[0]), config.read_text())
-        if left := re.findall(r"\$\{(\w+)\}", text):
-            raise ConfigError(f"{config.name} of {model} needs a value for {left[0]}")
-        config.write_text(text)
+def _check_numpy() -> None:
+    version = importlib.metadata.version("numpy")
+    if int(version.split(".")[0]) >= 2:
+        raise ConfigError(f"numpy {version} crashes Triton's Python backend on string inputs: pip install 'numpy<2'")
 
 
-def repository_source() -> Path:
-    """The repository shipped with the package, or of the source tree."""
-    here = Path(__file__).resolve()
-    for folder in (here.parents[1] / "triton_model_repo", here.parents[3] / "triton_model_repo"):
-        if folder.is_dir():
-            return folder
-    raise ConfigError("triton_model_repo is not beside the package: reinstall oasiskv")
-
-
-def command(server: Path, runtime: Path, ports: Ports, shm_prefix: str) -> list[str]:
-    return [
-        str(server / "bin" / "tritonserver"),
-        f"--model-repository={runtime / 'repository'}",
-        f"--backend-directory={runtime / 'backends'}",
-        f"--cache-directory={server / 'caches'}",
-        "--http-address=127.0.0.1", "--grpc-address=127.0.0.1", "--metrics-address=127.0.0.1",
-        f"--http-port={ports.http}", f"--grpc-port={ports.grpc}", f"--metrics-port={ports.metrics}",
-        "--allow-gpu-metrics=false", "--disable-auto-complete-config", "--exit-timeout-secs=10", "--reuse-grpc-port=false",
-        f"--backend-config=python,shm-region-prefix-name={shm_prefix}",
-    ]
-
-
-def environment() -> dict[str, str]:
-    """The stub takes site-packages from the first python3 on PATH and needs this interpreter's libpython."""
-    library = sysconfig.get_config_var("LIBDIR") or ""
-    path = os.pathsep.join([str(Path(sys.executable).parent), "/usr/local/bin", "/usr/bin", "/bin"])
-    keep = {k: os.environ[k] for k in ("HOME", "LANG", "TMPDIR", "OASISKV_CACHE") if k in os.environ}
-    return keep | {"PATH": path, "LD_LIBRARY_PATH": library, "OMP_NUM_THREADS": "1"}
+def _libpython_dir() -> Path | None:
+    """Where the shared libpython of this interpreter lies. The stub would otherwise take any other of that version."""
+    name = sysconfig.get_config_var("INSTSONAME") or f"libpython{sys.version_info.major}.{sys.version_info.minor}.so.1.0"
+    folders = [sysconfig.get_config_var("LIBDIR"), f"{sys.base_prefix}/lib", sysconfig.get_config_var("LIBPL")]
+    for folder in filter(None, folders):
+        if ".so" in name and (Path(folder) / name).exists():
+            return Path(folder)
+    try:
+        ctypes.CDLL(name)
+    except OSError:
+        raise ConfigError(f"{name} is not found: this Python has no shared library, which Triton needs; use one built with --enable-shared") from None
+    return None

@@ -1,6 +1,9 @@
-"""Token ids to text. The core model sends ids that end at a whole character, so each piece decodes by itself."""
+"""Token ids to text."""
+
+from __future__ import annotations
 
 import json
+from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -9,14 +12,23 @@ from oasiskv.tokenizer import Tokenizer
 
 
 class TritonPythonModel:
-    def initialize(self, args):
+    """Passes OASIS_TEXT on where the core gives it; decodes the tokens for callers that have only those."""
+
+    def initialize(self, args: dict[str, str]) -> None:
         parameters = json.loads(args["model_config"])["parameters"]
         self._tokenizer = Tokenizer.from_dir(parameters["tokenizer_dir"]["string_value"])
 
-    def execute(self, requests):
-        return [self._answer(r) for r in requests]
+    def execute(self, requests: list[Any]) -> list[Any]:
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT", self._text(request))]) for request in requests]
 
-    def _answer(self, request):
-        tokens, lengths = (pb_utils.get_input_tensor_by_name(request, n).as_numpy() for n in ("TOKENS_BATCH", "SEQUENCE_LENGTH"))
-        texts = [self._tokenizer.decode(row[:n].tolist()).encode() for row, n in zip(tokens, lengths, strict=True)]
-        return pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT", np.array(texts, dtype=np.object_))])
+    def _text(self, request: Any) -> np.ndarray:
+        exact = pb_utils.get_input_tensor_by_name(request, "OASIS_TEXT")
+        if exact is not None:
+            return exact.as_numpy()
+        tokens = pb_utils.get_input_tensor_by_name(request, "TOKENS_BATCH").as_numpy()
+        lengths = pb_utils.get_input_tensor_by_name(request, "SEQUENCE_LENGTH").as_numpy()
+        rows = [
+            [self._tokenizer.decode(beam[: max(0, n)].tolist()).encode() for beam, n in zip(beams, counts, strict=True)]
+            for beams, counts in zip(tokens, lengths, strict=True)
+        ]
+        return np.array(rows, dtype=np.object_)

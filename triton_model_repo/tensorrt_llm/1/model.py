@@ -1,147 +1,158 @@
-"""TensorRT-LLM's core model contract over the executor: `execute` only submits; answers come from the client's thread."""
+"""Token ids in, token ids out, through the executor's socket. `execute` never waits for a token."""
+
+from __future__ import annotations
 
 import json
 import threading
-import time
+from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from oasiskv.errors import EngineError
-from oasiskv.executor.client import ExecutorClient, Output
+from oasiskv.errors import OasisError, RequestError
+from oasiskv.executor import protocol
+from oasiskv.executor.client import ExecutorClient
+from oasiskv.serve import contract
 
-_FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-_CANCEL_POLL_S = 0.02
-
-
-def _value(request, name):
-    tensor = pb_utils.get_input_tensor_by_name(request, name)
-    return None if tensor is None else tensor.as_numpy()
-
-
-def _scalar(request, name):
-    value = _value(request, name)
-    return None if value is None or value.size == 0 else value.reshape(-1)[0].item()
+# By name: the stub adds its classes to pb_utils only after it has imported this file.
+_CODES = {protocol.INVALID: "INVALID_ARG", protocol.UNAVAILABLE: "UNAVAILABLE", protocol.INTERNAL: "INTERNAL"}
+_FINAL = 1  # TRITONSERVER_RESPONSE_COMPLETE_FINAL
+_CONNECT_S = 1.0
 
 
-def sampling(request):
-    """Triton's inputs as our sampling parameters; temperature 0 or top_k 1, and TensorRT-LLM's defaults, are greedy."""
-    params = {"max_tokens": int(_scalar(request, "request_output_len"))}
-    top_k, top_p, temperature = (_scalar(request, n) for n in ("runtime_top_k", "runtime_top_p", "temperature"))
-    if top_k not in (None, 0):
-        params["top_k"] = top_k
-    if top_p not in (None, 0):
-        params["top_p"] = top_p
-    # TensorRT-LLM samples with temperature 1 once a filter asks for more than the best token.
-    samples = (top_k or 0) > 1 or top_p not in (None, 0, 1)
-    params["temperature"] = temperature if temperature is not None else 1.0 if samples else 0.0
-    if top_k == 1:
-        params["temperature"] = 0.0
-    if (seed := _scalar(request, "seed")) is not None:
-        params["seed"] = seed
-    if (end_id := _scalar(request, "end_id")) is not None and end_id >= 0:
-        params["stop_token_ids"] = [end_id]
-    return params
+def _send_error(sender: Any, code: str, message: str) -> None:
+    error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, _CODES[code]))
+    sender.send(pb_utils.InferenceResponse(error=error), flags=_FINAL)
 
 
-def stop_lists(request):
-    """TensorRT-LLM's [2, n] form: ids back to back, and the end of each word."""
-    value = _value(request, "stop_words_list")
-    if value is None or value.size == 0:
-        return []
-    ids, ends = value.reshape(2, -1)
-    words, start = [], 0
-    for end in ends[ends > 0]:
-        words.append(ids[start:end].tolist())
-        start = end
-    return [w for w in words if w]
+class _Stream:
+    """One request's way back. FINAL travels on the last token's response: an empty one after it breaks NVIDIA's BLS."""
 
+    def __init__(self, request_id: str, sender: Any, streaming: bool) -> None:
+        self.request_id = request_id
+        self.handle: tuple[ExecutorClient, int] | None = None
+        self.ended = False
+        self._sender = sender
+        self._streaming = streaming
+        self._tokens: list[int] = []
+        self._text: list[str] = []
+        self._lock = threading.Lock()  # the sender must not be asked anything after FINAL
 
-class _Answer:
-    """One request's way back: streamed pieces, or all of it at the end. FINAL rides on the last."""
-
-    def __init__(self, request, streaming):
-        self.sender = request.get_response_sender()
-        self.id = request.request_id()
-        self.streaming = streaming
-        self.number = None
-        self.done = False
-        self._ids = []
-
-    def take(self, output: Output):
-        self._ids += output.token_ids
-        if not output.finished:
-            if self.streaming and output.token_ids:
-                self._send(output, 0)
-                self._ids = []
+    def take(self, output: protocol.Output) -> None:
+        """On the client's reader thread."""
+        self._tokens += output.token_ids
+        self._text.append(output.text)
+        if not (self._streaming or output.finished):
             return
-        self.done = True
-        if output.error:
-            code = {"request": pb_utils.TritonError.INVALID_ARG, "capacity": pb_utils.TritonError.INVALID_ARG}
-            error = pb_utils.TritonError(output.error, code.get(output.kind, pb_utils.TritonError.UNAVAILABLE))
-            self.sender.send(pb_utils.InferenceResponse(error=error), flags=_FINAL)
-        elif output.finish_reason == "cancelled":
-            self.sender.send(flags=_FINAL)
-        else:
-            self._send(output, _FINAL)
+        with self._lock:
+            self.ended = output.finished
+            if output.code:
+                _send_error(self._sender, output.code, output.error or "the request failed")
+            else:
+                self._sender.send(self._response(output.stats), flags=_FINAL if output.finished else 0)
+        self._tokens, self._text = [], []
 
-    def _send(self, output: Output, flags):
-        tensors = [
-            pb_utils.Tensor("output_ids", np.array([self._ids], dtype=np.int32)),
-            pb_utils.Tensor("sequence_length", np.array([len(self._ids)], dtype=np.int32)),
-            pb_utils.Tensor("oasis_stats", np.array([json.dumps(output.stats or {}).encode()], dtype=np.object_)),
-        ]
-        self.sender.send(pb_utils.InferenceResponse(tensors), flags=flags)
+    def _response(self, stats: dict[str, Any] | None) -> Any:
+        tensors = {
+            "output_ids": np.array(self._tokens, dtype=np.int32).reshape(1, 1, -1),
+            "sequence_length": np.array([[len(self._tokens)]], dtype=np.int32),
+            "oasis_text": np.array([["".join(self._text).encode()]], dtype=np.object_),
+            "oasis_stats": np.array([[json.dumps(stats).encode() if stats else b""]], dtype=np.object_),
+        }
+        return pb_utils.InferenceResponse([pb_utils.Tensor(name, value) for name, value in tensors.items()])
+
+    def abandoned(self) -> bool:
+        with self._lock:
+            return not self.ended and self._sender.is_cancelled()
+
+    def cancel(self) -> None:
+        if self.handle:
+            client, number = self.handle
+            client.cancel(number)
 
 
 class TritonPythonModel:
-    def initialize(self, args):
-        parameters = json.loads(args["model_config"])["parameters"]
-        socket, key = (parameters[n]["string_value"] for n in ("oasis_executor_socket", "oasis_executor_key_file"))
-        self._connect = lambda: ExecutorClient(socket, key, deadline_s=10)
-        self._client = self._connect()
-        self._answers = {}
-        self._lock = threading.Lock()
-        self._open = True
-        threading.Thread(target=self._poll_cancels, daemon=True).start()
+    """Holds one connection to the executor; a thread watches for cancelled requests and reconnects after a loss."""
 
-    def execute(self, requests):
+    def initialize(self, args: dict[str, str]) -> None:
+        parameters = {k: v["string_value"] for k, v in json.loads(args["model_config"])["parameters"].items()}
+        self._endpoint = parameters["oasis_executor_socket"], parameters["oasis_executor_authkey_file"]
+        self._period_s = int(parameters["cancellation_check_period_ms"]) / 1e3
+        self._client = ExecutorClient(*self._endpoint)
+        self._streams: set[_Stream] = set()
+        self._lock = threading.Lock()  # guards _streams
+        self._stop = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="oasiskv-watch", daemon=True)
+        self._watcher.start()
+
+    def execute(self, requests: list[Any]) -> None:
         for request in requests:
-            if _scalar(request, "stop"):
-                self._stop(request)
-            else:
-                self._submit(request)
+            sender = request.get_response_sender()
+            try:
+                self._start(request, sender)
+            except (RequestError, protocol.ProtocolError) as error:
+                _send_error(sender, protocol.INVALID, str(error))
+            except OasisError as error:
+                _send_error(sender, protocol.UNAVAILABLE, str(error))
 
-    def finalize(self):
-        self._open = False
+    def finalize(self) -> None:
+        self._stop.set()
+        self._watcher.join()
         self._client.close()
 
-    def _submit(self, request):
-        answer = _Answer(request, bool(_scalar(request, "streaming")))
-        try:
-            length = _scalar(request, "input_lengths")
-            ids = _value(request, "input_ids").reshape(-1).tolist()
-            if self._client.lost:
-                self._client = self._connect()
-            with self._lock:
-                answer.number = self._client.submit(ids[:length], sampling(request), answer.take, stop_lists(request))
-                self._answers[answer.number] = answer
-        except EngineError as error:
-            answer.take(Output(finished=True, error=str(error)))
+    def _start(self, request: Any, sender: Any) -> None:
+        def get(name: str) -> np.ndarray | None:
+            tensor = pb_utils.get_input_tensor_by_name(request, name)
+            return None if tensor is None else tensor.as_numpy()
 
-    def _stop(self, request):
+        if contract.scalar(get, "stop"):
+            self._stop_requests(request.request_id())
+            sender.send(flags=_FINAL)
+            return
+        prompt, params = contract.prompt(get), contract.sampling(get)
+        stream = _Stream(request.request_id(), sender, bool(contract.scalar(get, "streaming")))
         with self._lock:
-            numbers = [n for n, a in self._answers.items() if a.id and a.id == request.request_id()]
-        for number in numbers:
-            self._client.cancel(number)
-        request.get_response_sender().send(flags=_FINAL)
+            self._streams.add(stream)
+        try:
+            client = self._client
+            stream.handle = client, client.submit(prompt, params, lambda output: self._deliver(stream, output))
+        except OasisError:
+            self._forget(stream)
+            raise
 
-    def _poll_cancels(self):
-        while self._open:
-            time.sleep(_CANCEL_POLL_S)
-            with self._lock:
-                self._answers = {n: a for n, a in self._answers.items() if not a.done}
-                answers = list(self._answers.values())
-            for answer in answers:
-                if answer.sender.is_cancelled():
-                    self._client.cancel(answer.number)
+    def _deliver(self, stream: _Stream, output: protocol.Output) -> None:
+        try:
+            stream.take(output)
+        finally:
+            if output.finished:
+                self._forget(stream)
+
+    def _forget(self, stream: _Stream) -> None:
+        with self._lock:
+            self._streams.discard(stream)
+
+    def _stop_requests(self, request_id: str) -> None:
+        if not request_id:
+            raise RequestError("stop: give the id of the request to stop as this request's id")
+        for stream in self._running():
+            if stream.request_id == request_id:
+                stream.cancel()
+
+    def _running(self) -> list[_Stream]:
+        with self._lock:
+            return list(self._streams)
+
+    def _watch(self) -> None:
+        while not self._stop.wait(self._period_s):
+            if self._client.closed:
+                self._reconnect()
+            for stream in self._running():
+                if stream.handle and stream.abandoned():
+                    stream.cancel()
+
+    def _reconnect(self) -> None:
+        try:
+            self._client = ExecutorClient(*self._endpoint, deadline_s=_CONNECT_S)
+        except OasisError:
+            return  # the next round tries again; requests get UNAVAILABLE meanwhile
+        pb_utils.Logger.log_info("reconnected to the executor")

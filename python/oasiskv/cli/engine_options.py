@@ -1,0 +1,40 @@
+"""The flags that `generate` and `serve` share: an EngineConfig's fields."""
+
+from __future__ import annotations
+
+import argparse
+
+from oasiskv.config import DTYPES, GROUP_COMBINES, SUMMARIES, EngineConfig
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    d = EngineConfig()
+    group = parser.add_argument_group("engine")
+    group.add_argument("--model", default=d.model, help="embedded model's name, checkpoint or Hugging Face folder, or GGUF file")
+    group.add_argument("--dtype", choices=DTYPES, default=d.dtype, help="of an imported checkpoint's weights as stored")
+    group.add_argument("--dense", action="store_true", help="never turn sparse")
+    group.add_argument("--top-k-blocks", type=int, default=d.top_k_blocks, help="K: blocks of 16 tokens a KV head keeps")
+    group.add_argument("--fetch-ratio", default=str(d.fetch_ratio), help="of K, the most a head may fetch a step; or 'all'")
+    group.add_argument("--sparse-from", type=int, default=d.sparse_from, help="context tokens from which decoding is sparse; None: (K + 1) * 16")
+    group.add_argument("--summary", choices=SUMMARIES, default=d.summary, help="of a block's keys")
+    group.add_argument("--group-combine", choices=GROUP_COMBINES, default=d.group_combine, help="scores of a KV head's query heads -> one")
+    group.add_argument("--drafter", default=d.drafter, help="ngram, previous or model:<path>")
+    group.add_argument("--draft-len", type=int, default=d.draft_len, help="draft rows a request and step")
+    group.add_argument("--accept-drafts", action="store_true", help="keep drafted tokens that prove right (needs --draft-len 2 or more)")
+    group.add_argument("--max-batch-size", type=int, default=d.max_batch_size, help="requests that run at the same time")
+    group.add_argument("--max-num-tokens", type=int, default=d.max_num_tokens, help="rows a step")
+    group.add_argument("--max-seq-len", type=int, default=d.max_seq_len, help="prompt and output tokens; None: the model's")
+    group.add_argument("--device-kv-gib", type=float, default=d.device_kv_gib, help="fast tier of the KV cache")
+    group.add_argument("--host-kv-gib", type=float, default=d.host_kv_gib, help="slow tier of the KV cache")
+    group.add_argument("--num-threads", type=int, default=d.num_threads, help="None: the cores this process may use")
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """Raises ConfigError."""
+    return EngineConfig(
+        model=args.model, dtype=args.dtype, dense=args.dense, top_k_blocks=args.top_k_blocks, fetch_ratio=args.fetch_ratio,
+        sparse_from=args.sparse_from, summary=args.summary, group_combine=args.group_combine, drafter=args.drafter,
+        draft_len=args.draft_len, accept_drafts=args.accept_drafts, max_batch_size=args.max_batch_size,
+        max_num_tokens=args.max_num_tokens, max_seq_len=args.max_seq_len, device_kv_gib=args.device_kv_gib,
+        host_kv_gib=args.host_kv_gib, num_threads=args.num_threads,
+    )  # fmt: skip
