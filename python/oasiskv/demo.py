@@ -50,7 +50,11 @@ class Service:
         command = [sys.executable, "-m", "oasiskv.cli", "serve", "--model", MODEL, "--top-k-blocks", str(TOP_K), "--grpc-port",
                    str(self.port), "--http-port", str(http), "--metrics-port", str(metrics), *flags]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        line = next((line for line in self._process.stdout if "ready:" in line), None)
+        try:
+            line = next((line for line in self._process.stdout if "ready:" in line), None)
+        except BaseException:  # Ctrl-C while the model loads
+            self.__exit__()
+            raise
         if line is None:
             raise SystemExit(f"demo: the server did not start (exit {self._process.wait()}); its reason is above")
         print(f"  {line.strip()}", flush=True)
@@ -115,4 +119,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -24,7 +24,7 @@ _POLL_S = 0.25
 _TRITON_EXIT_S = 8
 _BUSY_S = 120.0  # an engine with requests in flight that yields nothing for so long hangs
 _RECOVER_S = 60.0
-_MAX_RECOVERIES, _WINDOW_S = 5, 300.0
+_MAX_RECOVERIES, _WINDOW_S = 5, 600.0
 
 
 class ServeError(OasisError):
@@ -150,6 +150,7 @@ class Supervisor:
 
     def _start_triton(self, deadline_s: float) -> None:
         """Start it and wait until it answered a real request."""
+        assert self._executor
         self._wait_for_ports()
         o, folder = self._options, self._runtime.folder
         command = [
@@ -167,6 +168,8 @@ class Supervisor:
         while True:
             if child.exit_code() is not None:
                 raise ServeError(f"tritonserver ended with code {child.exit_code()} while starting\n{child.tail()}")
+            if self._executor.exit_code() is not None:
+                raise ServeError(f"the executor ended with code {self._executor.exit_code()} meanwhile\n{self._executor.tail()}")
             try:
                 self._probe(min(o.probe_deadline_s, max(1.0, end - time.monotonic())))
             except grpc_client.RemoteError as error:
@@ -237,12 +240,24 @@ class Supervisor:
         return ping["in_flight"] > 0 and ping["quiet_s"] < _BUSY_S
 
     def _recover(self, fault: str) -> None:
-        """Restart what is at fault. Raises ServeError when that happens too often or fails."""
+        """Restart what is at fault, also when something else fails meanwhile. Raises ServeError when that happens too often."""
         begin = time.monotonic()
-        _log(f"fault: {fault}")
-        if len(self._recoveries) == _MAX_RECOVERIES and begin - self._recoveries[0] < _WINDOW_S:
-            raise ServeError(f"{_MAX_RECOVERIES} recoveries within {_WINDOW_S:g} s: giving up; the last fault: {fault}")
-        self._recoveries.append(begin)
+        while True:
+            _log(f"fault: {fault}")
+            now = time.monotonic()
+            if len(self._recoveries) == _MAX_RECOVERIES and now - self._recoveries[0] < _WINDOW_S:
+                raise ServeError(f"{_MAX_RECOVERIES} recoveries within {_WINDOW_S:g} s: giving up; the last fault: {fault}")
+            self._recoveries.append(now)
+            try:
+                self._restart()
+            except ServeError as error:
+                fault = str(error)
+            else:
+                _log(f"recovered after {time.monotonic() - begin:.1f} s")
+                return
+
+    def _restart(self) -> None:
+        """Raises ServeError."""
         assert self._executor and self._server
         if not self._executor_answers():
             self._executor.stop(1.0)
@@ -250,12 +265,11 @@ class Supervisor:
             _log("restarted the executor")
         # The core model reconnects by itself; a Triton that lost a stub, or does not answer even so, is started anew.
         if self._server.exit_code() is None and not self._server.dead_members(self._stubs) and self._answers_again():
-            _log(f"recovered after {time.monotonic() - begin:.1f} s")
             return
         self._server.stop(1.0)
         self._runtime.clean_shm()
         self._start_triton(_RECOVER_S)
-        _log(f"restarted tritonserver; recovered after {time.monotonic() - begin:.1f} s")
+        _log("restarted tritonserver")
 
     def _executor_answers(self) -> bool:
         assert self._executor

@@ -36,6 +36,8 @@ class TritonInstallation:
         source = self.root / "backends" / "python"
         for file in (source / "libtriton_python.so", source / "triton_python_backend_utils.py", self.stub):
             (python / file.name).symlink_to(file)
+        # The stub ignores PYTHONPATH but has this folder on sys.path: the models find this very package however it was found here.
+        (python / "oasiskv").symlink_to(Path(__file__).resolve().parent.parent)
         return folder
 
     def environment(self) -> dict[str, str]:

@@ -1,0 +1,94 @@
+"""The command line: exit codes, one-line errors, JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from oasiskv.cli.main import main
+
+STATS = {
+    "prompt_tokens", "generated_tokens", "dense_steps", "sparse_steps", "top_k_blocks", "fetch_cap_blocks", "resident_tokens_max",
+    "blocks_predicted", "blocks_admitted", "blocks_capped", "bytes_fetched", "stall_ms", "ttft_ms", "tpot_ms", "draft_tokens", "draft_accepted",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def keep_sigint() -> object:
+    previous = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, previous)
+
+
+def code(*arguments: str) -> int:
+    try:
+        return main(list(arguments))
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["generate"], "--prompt"),
+        (["generate", "--prompt", "a", "--max-tokens", "0"], "--max-tokens = 0"),
+        (["generate", "--prompt", "a", "--top-p", "3"], "--top-p = 3.0"),
+        (["generate", "--prompt", "a", "--top-k-blocks", "x"], "--top-k-blocks"),
+        (["generate", "--prompt", "a", "--fetch-ratio", "2"], "fetch_ratio = 2"),
+        (["generate", "--prompt", "a", "--model", "no/such"], "no/such"),
+        (["generate", "--prompt-file", "no/such.txt"], "no/such.txt"),
+        (["serve", "--grpc-port", "70000"], "--grpc-port 70000"),
+        (["serve", "--grpc-port", "8000"], "must differ"),
+        (["convert", "no/such", "target"], "no/such"),
+        (["nonsense"], "nonsense"),
+    ],
+)
+def test_usage_errors_are_one_line(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert code(*arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("oasiskv: error: ") and named in error and error.count("\n") == 1
+
+
+def test_a_file_that_is_not_utf8_is_named_with_its_offset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "bad.txt").write_bytes(b"abc\xff")
+    assert code("generate", "--prompt-file", str(tmp_path / "bad.txt")) == 2
+    assert f"{tmp_path / 'bad.txt'}: not UTF-8 at byte 3" in capsys.readouterr().err
+
+
+def test_json_lines_come_in_prompt_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "p.txt").write_text("word " * 120, encoding="utf-8")
+    flags = ["--max-tokens", "6", "--ignore-eos", "--json", "--top-k-blocks", "4", "--sparse-from", "64", "--device-kv-gib", "0.25"]
+    assert code("generate", "--prompt", "One", "--prompt-file", str(tmp_path / "p.txt"), "--prompt", "The capital of France is", *flags) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["stats"]["generated_tokens"] for line in lines] == [6, 6, 6]
+    assert all(line["stats"].keys() >= STATS and line["finish_reason"] == "length" and len(line["token_ids"]) == 6 for line in lines)
+    assert lines[1]["stats"]["sparse_steps"] > 0 and lines[0]["stats"]["sparse_steps"] == 0
+    assert lines[2]["text"].startswith(" Paris")
+
+
+def test_a_prompt_that_cannot_fit_fails_the_call(capsys: pytest.CaptureFixture[str]) -> None:
+    assert code("generate", "--prompt", "a", "--max-tokens", "99999999", "--device-kv-gib", "0.25") == 1
+    assert "max_seq_len" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("after_s", [0.4, 2.0, 6.0])
+def test_sigint_at_any_time_is_130_without_a_traceback(after_s: float) -> None:
+    command = [sys.executable, "-m", "oasiskv.cli", "generate", "--prompt", "a", "--max-tokens", "4000", "--ignore-eos"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    time.sleep(after_s)
+    os.kill(process.pid, signal.SIGINT)
+    _, error = process.communicate(timeout=30)
+    assert process.returncode == 130 and "Traceback" not in error
+
+
+def test_env_reports(capsys: pytest.CaptureFixture[str]) -> None:
+    assert code("env", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["core_isa"] and not report["triton"].startswith("missing") and report["embedded_model"].endswith(".gguf")

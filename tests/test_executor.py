@@ -1,0 +1,199 @@
+"""A real executor process: what its clients may do to it, and what becomes of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from oasiskv.errors import ConfigError, EngineError
+from oasiskv.executor import protocol, transport
+from oasiskv.executor.client import ExecutorClient
+from oasiskv.executor.protocol import Output
+
+CONFIG = {"max_seq_len": 1024, "device_kv_gib": 0.25, "host_kv_gib": 0.5}
+
+
+class Executor:
+    def __init__(self, folder: Path, *flags: str) -> None:
+        self.socket, self.key = folder / "e.sock", folder / "key"
+        if not self.key.exists():
+            transport.write_key(self.key)
+        command = [sys.executable, "-m", "oasiskv.executor", "--socket", str(self.socket), "--authkey-file", str(self.key)]
+        self.process = subprocess.Popen([*command, "--config-json", json.dumps(CONFIG), *flags])
+
+    def client(self) -> ExecutorClient:
+        return ExecutorClient(self.socket, self.key, deadline_s=60)
+
+
+class Collector:
+    """Takes a request's outputs; `finals` counts how often it was told that it ended."""
+
+    def __init__(self) -> None:
+        self.outputs: list[Output] = []
+        self.finals = 0
+        self.first, self.done = threading.Event(), threading.Event()
+
+    def __call__(self, output: Output) -> None:
+        self.outputs.append(output)
+        self.first.set()
+        if output.finished:
+            self.finals += 1
+            self.done.set()
+
+    def wait(self) -> Output:
+        assert self.done.wait(60), "the request did not end"
+        return self.outputs[-1]
+
+
+@pytest.fixture(scope="module")
+def executor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Executor]:
+    running = Executor(tmp_path_factory.mktemp("x"))
+    with running.client():
+        pass
+    yield running
+    running.process.terminate()
+    assert running.process.wait(30) == 0
+    assert not running.socket.exists()
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "did not happen in time"
+        time.sleep(0.05)
+
+
+def submit(client: ExecutorClient, prompt: list[int] | str = "Once upon a time", **params: object) -> tuple[int, Collector]:
+    collector = Collector()
+    return client.submit(prompt, {"max_tokens": 8, "ignore_eos": True, **params}, collector), collector
+
+
+def test_text_and_token_prompts_answer_alike(executor: Executor) -> None:
+    with executor.client() as client:
+        many = [submit(client)[1] for _ in range(4)]
+        texts = {c.wait().finish_reason and "".join(o.text for o in c.outputs) for c in many}
+    assert len(texts) == 1
+    assert all(c.wait().stats["generated_tokens"] == 8 and c.finals == 1 for c in many)
+
+
+@pytest.mark.parametrize(
+    ("params", "named"),
+    [({"max_tokens": 0}, "max_tokens"), ({"max_tokens": 10**6}, "max_seq_len"), ({"nonsense": 1}, "nonsense"), ({"top_p": "x"}, "top_p"),
+     ({"stop_word_ids": [[-1]]}, "stop_word_ids"), ({"stop": 5}, ""), ({"end_id": "x"}, "end_id")],
+)  # fmt: skip
+def test_a_bad_request_fails_alone(executor: Executor, params: dict[str, object], named: str) -> None:
+    with executor.client() as client:
+        bad, good = submit(client, **params)[1], submit(client)[1]
+        assert bad.wait().code == protocol.INVALID and named in bad.wait().error
+        assert good.wait().finish_reason == "length"
+
+
+def test_stop_words_given_as_ids_match_across_tokens(executor: Executor) -> None:
+    with executor.client() as client:
+        whole = submit(client, max_tokens=16)[1]
+        whole.wait()
+        text, ids = "".join(o.text for o in whole.outputs), [t for o in whole.outputs for t in o.token_ids]
+        cut = submit(client, max_tokens=16, stop_word_ids=[ids[5:8]])[1]
+        assert cut.wait().finish_reason == "stop"
+    shown = "".join(o.text for o in cut.outputs)
+    assert text.startswith(shown) and len(shown) < len(text)
+
+
+def test_cancel(executor: Executor) -> None:
+    with executor.client() as client:
+        number, collector = submit(client, max_tokens=900)
+        assert collector.first.wait(30)
+        client.cancel(number)
+        assert collector.wait().finish_reason == "cancelled"
+        client.cancel(number)  # ended: nothing happens
+        eventually(lambda: client.usage()["device_pages_free"] == client.usage()["device_pages"])
+
+
+def test_a_client_that_dies_gives_its_pages_back(executor: Executor) -> None:
+    with executor.client() as other:
+        dying = executor.client()
+        _, lost = submit(dying, max_tokens=900)
+        assert lost.first.wait(30)
+        dying.close()
+        assert lost.wait().code == protocol.UNAVAILABLE and lost.finals == 1
+        eventually(lambda: other.ping()["in_flight"] == 0)
+        eventually(lambda: other.usage()["host_blocks_free"] == other.usage()["host_blocks"])
+    with pytest.raises(EngineError, match="no connection"):
+        submit(dying)
+
+
+@pytest.mark.parametrize(
+    "frame", [b"\xff", b"[]", b'{"v":2,"op":"ping","id":1}', b'{"v":1,"op":"ping","id":-1}', b'{"v":1,"op":"steal","id":1}',
+              b'{"v":1,"op":"submit","id":1,"prompt":[1.5],"params":{}}', b"[" * 100_000],
+)  # fmt: skip
+def test_a_bad_frame_drops_only_its_sender(executor: Executor, frame: bytes) -> None:
+    with executor.client() as bystander:
+        raw = transport.connect(executor.socket, transport.read_key(executor.key), 5)
+        raw.send_bytes(frame)
+        assert isinstance(protocol.decode_answer(raw.recv_bytes()), protocol.Fault)
+        with pytest.raises((EOFError, OSError)):
+            raw.recv_bytes()
+        assert submit(bystander)[1].wait().finish_reason == "length"
+
+
+def test_strangers_are_kept_out(executor: Executor, tmp_path: Path) -> None:
+    transport.write_key(tmp_path / "other")
+    with pytest.raises(EngineError, match="another key"):
+        ExecutorClient(executor.socket, tmp_path / "other", deadline_s=5)
+    (tmp_path / "other").chmod(0o644)
+    with pytest.raises(ConfigError, match="others can read"):
+        ExecutorClient(executor.socket, tmp_path / "other")
+    with pytest.raises(EngineError, match="no executor answers"):
+        ExecutorClient(tmp_path / "nobody", executor.key, deadline_s=0.2)
+    assert executor.socket.stat().st_mode & 0o077 == 0
+
+
+def test_every_request_ends_once_when_the_executor_is_killed(tmp_path: Path) -> None:
+    victim = Executor(tmp_path, "--parent-pid", str(os.getpid()))
+    client = victim.client()
+    collectors = [submit(client, max_tokens=900)[1] for _ in range(3)]
+    assert collectors[0].first.wait(30)
+    victim.process.send_signal(signal.SIGKILL)
+    victim.process.wait()
+    assert all(c.wait().code == protocol.UNAVAILABLE and c.finals == 1 for c in collectors)
+    assert client.closed
+    # The socket's file is still there: the next one replaces it, drains at SIGTERM, and refuses what comes after.
+    successor = Executor(tmp_path, "--drain-s", "30")
+    with successor.client() as again:
+        running = submit(again, max_tokens=60)[1]
+        assert running.first.wait(30)
+        successor.process.terminate()
+        eventually(lambda: (late := submit(again)[1]).wait() and late.outputs[-1].code == protocol.UNAVAILABLE)
+        assert running.wait().finish_reason == "length"
+    assert successor.process.wait(30) == 0
+
+
+def test_it_dies_with_its_parent(tmp_path: Path) -> None:
+    transport.write_key(tmp_path / "key")
+    program = (
+        "import os,subprocess,sys,time;"
+        "p=subprocess.Popen([sys.executable,'-m','oasiskv.executor','--socket',sys.argv[1],'--authkey-file',sys.argv[2],"
+        "'--parent-pid',str(os.getpid())]);print(p.pid,flush=True);time.sleep(60)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "s"), str(tmp_path / "key")], stdout=subprocess.PIPE, text=True)
+    child = int(parent.stdout.readline())
+    # `exit 1` instead of dying with it is fine too: it then came up after the parent was gone.
+    parent.kill()
+    parent.wait()
+    eventually(lambda: _gone(child))
+
+
+def _gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
