@@ -110,7 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", choices=["cpu"], default="cpu")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--context", type=int, nargs="+", default=[512, 3000, 6000])
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], help="batches of the sparse / dense pair, at the longest context")
+    parser.add_argument("--batch", type=int, nargs="*", default=[1, 8], help="batches of the sparse / dense pair, at the longest context; none skips it")
     parser.add_argument("--top-k-blocks", type=int, default=128)
     parser.add_argument("--fetch-ratio", default="0.05")
     parser.add_argument("--drafter", default="ngram")

@@ -1,4 +1,4 @@
-"""Measure: `oasiskv bench decode --help`."""
+"""Measure: `oasiskv bench decode --help`, `oasiskv bench sweep --help`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import argparse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=["decode"])
+    parser.add_argument("what", choices=["decode", "sweep"])
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on")
 
 
 def run(args: argparse.Namespace) -> int:
-    from oasiskv.bench.decode import main
+    from oasiskv.bench import decode, sweep
     from oasiskv.cli.main import interruptible
 
     interruptible()
-    return main(args.arguments)
+    return {"decode": decode, "sweep": sweep}[args.what].main(args.arguments)

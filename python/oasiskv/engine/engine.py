@@ -50,7 +50,8 @@ def core_config(config: EngineConfig, model: ModelConfig) -> _core.CoreConfig:
 class Engine:
     """Owns the model, the core and every request's tokens. Driven by one thread; only `check` is safe from others."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, sampler: Sampler | None = None) -> None:
+        """`sampler`: anything with Sampler's `sample`, instead of the requests' own parameters (evaluation)."""
         folder = resolve_model(config.model, config.dtype)
         self.config = config
         self.model_config, weights = load_checkpoint(folder)
@@ -65,7 +66,7 @@ class Engine:
             raise ConfigError(str(error)) from None
         self.core_config = core
         self._drafter = make_drafter(config.drafter, self.tokenizer)
-        self._sampler = Sampler(self.tokenizer.eos_ids)
+        self._sampler = sampler or Sampler(self.tokenizer.eos_ids)
         self._sequences: dict[int, Sequence] = {}
         self._ids = itertools.count(1)
 
