@@ -32,6 +32,7 @@ class Shape:
     dim: int = 64
     top_k: int = 4
     cap: int = 2
+    sinks: int = 0
     drafts: int = 1
     sparse_from: int = 80
     summary: str = "mean_std"
@@ -138,6 +139,7 @@ class Case:
         cfg = _core.CoreConfig()
         cfg.num_layers, cfg.num_kv_heads, cfg.num_q_heads, cfg.head_dim = s.layers, s.heads, s.heads * s.group, s.dim
         cfg.top_k_blocks, cfg.fetch_cap_blocks, cfg.max_draft_len = s.top_k, s.cap, s.drafts
+        cfg.sink_blocks = s.sinks
         cfg.sparse_enabled, cfg.sparse_from_tokens, cfg.summary, cfg.group_combine = s.sparse, s.sparse_from, s.summary, s.combine
         cfg.accept_drafts = s.accept
         blocks = [-(-(p + n) // BLOCK) for p, n in wanted]
@@ -196,6 +198,7 @@ class Case:
             self.sin,
             prompt,
             s.sparse,
+            s.sinks,
         )
         self.live[rid] = Request(make(self.rng, s, prompt + max_new), prompt, max_new, prompt, reference)
 
@@ -353,6 +356,7 @@ def random_shape(rng: np.random.Generator, **fixed) -> Shape:
         dim=int(rng.choice([64, 128])),
         top_k=top,
         cap=int(rng.integers(1, int(rng.integers(1, top + 1)) + 1)),
+        sinks=int(rng.choice([0, 0, 1, 2])),
         drafts=int(rng.integers(1, 4)),
         sparse_from=int(rng.choice([16, 37, (top + 1) * BLOCK, max(16, (top - 1) * BLOCK + 5), (top + 3) * BLOCK + 1])),
         requests=int(rng.integers(1, 4)),
@@ -362,7 +366,7 @@ def random_shape(rng: np.random.Generator, **fixed) -> Shape:
     )
     for name, value in fixed.items():
         setattr(s, name, value)
-    s.cap = min(s.cap, s.top_k)
+    s.cap, s.sinks = min(s.cap, s.top_k), min(s.sinks, s.top_k)
     return s
 
 

@@ -118,6 +118,7 @@ PYBIND11_MODULE(_core, m) {
       .def_readwrite("sparse_enabled", &CoreConfig::sparse_enabled)
       .def_readwrite("top_k_blocks", &CoreConfig::top_k_blocks)
       .def_readwrite("fetch_cap_blocks", &CoreConfig::fetch_cap_blocks)
+      .def_readwrite("sink_blocks", &CoreConfig::sink_blocks)
       .def_readwrite("sparse_from_tokens", &CoreConfig::sparse_from_tokens)
       .def_readwrite("max_draft_len", &CoreConfig::max_draft_len)
       .def_readwrite("accept_drafts", &CoreConfig::accept_drafts)

@@ -31,6 +31,7 @@ void CoreConfig::validate() const {
   need(head_dim > 0 && head_dim % 16 == 0 && head_dim <= 256, "head_dim", head_dim, "must be a multiple of 16 up to 256");
   need(top_k_blocks > 0, "top_k_blocks", top_k_blocks, "must be at least 1");
   need(fetch_cap_blocks > 0 && fetch_cap_blocks <= top_k_blocks, "fetch_cap_blocks", fetch_cap_blocks, "must be in 1..top_k_blocks");
+  need(sink_blocks >= 0 && sink_blocks <= top_k_blocks, "sink_blocks", sink_blocks, "must be in 0..top_k_blocks");
   need(sparse_from_tokens >= kBlockTokens, "sparse_from_tokens", sparse_from_tokens, "must be at least one block (16)");
   need(max_draft_len >= 0 && max_draft_len <= kMaxDraftLen, "max_draft_len", max_draft_len, "must be in 0..15");
   need(device_pages > 0, "device_pages", device_pages, "must be at least 1; raise the device KV budget");

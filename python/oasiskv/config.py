@@ -58,6 +58,7 @@ class EngineConfig:
     top_k_blocks: int = 128
     fetch_ratio: str | float = "0.05"  # of top_k_blocks, or "all"
     sparse_from: int | None = None  # context tokens; None: (K + 1) * 16
+    sink_blocks: int = 1  # first blocks that every head keeps; the paper's mode has none
     summary: str = "mean_std"
     group_combine: str = "softmax_sum"
     row_combine: str = "max"
@@ -92,6 +93,7 @@ class EngineConfig:
         fetch_cap_blocks(self.top_k_blocks, self.fetch_ratio)
         if self.sparse_from is not None:
             _in_range("sparse_from", self.sparse_from, BLOCK_TOKENS, 2**31 - 1)
+        _in_range("sink_blocks", self.sink_blocks, 0, self.top_k_blocks)
         _in_range("draft_len", self.draft_len, 0, MAX_DRAFT_LEN)
         _in_range("max_batch_size", self.max_batch_size, 1, 4096)
         _in_range("max_num_tokens", self.max_num_tokens, 1, 1 << 20)

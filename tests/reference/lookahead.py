@@ -198,6 +198,7 @@ class ReferenceSequence:
     sin: np.ndarray
     prompt_tokens: int
     sparse_enabled: bool = True
+    sinks: int = 0  # first blocks that every head always wants
 
     committed: int = 0  # tokens whose KV exists and stays
     settled: int = 0  # complete blocks summarised and written through
@@ -383,7 +384,13 @@ class ReferenceSequence:
         return np.concatenate([k for k, _ in pairs]), np.concatenate([v for _, v in pairs])
 
     def _score(self, layer: int, head: int, staged: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """staged[rows, G, D] -> combined scores and how far float32 may be from them, each [complete]."""
+        """staged[rows, G, D] -> scores that rank and how far float32 may be from them, each [complete]. Sinks above all, in block order."""
+        scores, bound = self._block_scores(layer, head, staged)
+        sinks = min(self.sinks, self._complete)
+        scores[:sinks], bound[:sinks] = 1e30 * (sinks - np.arange(sinks)), 0.0
+        return scores, bound
+
+    def _block_scores(self, layer: int, head: int, staged: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         a = np.stack([s[0] for s in self._summaries[layer][head]])
         b = np.stack([s[1] for s in self._summaries[layer][head]])
         assert len(a) == self._complete

@@ -23,6 +23,7 @@ struct CoreConfig {
   bool sparse_enabled = true;
   int top_k_blocks = 128;
   int fetch_cap_blocks = 6;
+  int sink_blocks = 0;  // first blocks that every head always wants
   int64_t sparse_from_tokens = 129 * kBlockTokens;
   int max_draft_len = 1;
   bool accept_drafts = false;

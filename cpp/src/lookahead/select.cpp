@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <numeric>
 
 namespace oasis {
@@ -11,7 +12,8 @@ Scorer::Scorer(const CoreConfig& config, const Ops& ops)
       kind_(summary_kind_from(config.summary)),
       combine_(group_combine_from(config.group_combine)),
       group_(config.group()),
-      head_dim_(config.head_dim) {}
+      head_dim_(config.head_dim),
+      sink_blocks_(config.sink_blocks) {}
 
 void Scorer::score_query(const SequenceKv& seq, int layer, int head, int64_t blocks, const float* q, float* out) const {
   for (int64_t b = 0; b < blocks; b += kSummaryBlocks)
@@ -38,6 +40,7 @@ const std::vector<float>& Scorer::score(const SequenceKv& seq, int layer, int he
     }
     for (int64_t b = 0; b < blocks; ++b) total_[b] = r == 0 ? row_[b] : std::max(total_[b], row_[b]);
   }
+  std::fill_n(total_.begin(), std::min<int64_t>(sink_blocks_, blocks), std::numeric_limits<float>::infinity());
   return total_;
 }
 

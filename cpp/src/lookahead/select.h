@@ -22,6 +22,7 @@ struct Selection {
 };
 
 // Scores of blocks [0, blocks) for one KV head: the group combined, then the maximum over the staged rows.
+// Sink blocks score infinitely: their few tokens hold much of the attention, which no mean over a block shows.
 // queries: [rows][q_stride], pointing at the head's first query.
 class Scorer {
  public:
@@ -35,7 +36,7 @@ class Scorer {
   const Ops& ops_;
   SummaryKind kind_;
   GroupCombine combine_;
-  int group_, head_dim_;
+  int group_, head_dim_, sink_blocks_;
   std::vector<float> query_, row_, total_;
 };
 

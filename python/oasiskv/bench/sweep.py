@@ -21,8 +21,14 @@ from oasiskv.engine.sampler import Sampled, SampleRow
 from oasiskv.engine.sampling import SamplingParams
 from oasiskv.tokenizer import Tokenizer
 
-# (summary, group combine): the default, the other kinds under its combine, and the paper's mode.
-MODES = [("mean_std", "softmax_sum"), ("halves", "softmax_sum"), ("minmax", "softmax_sum"), ("minmax", "max")]
+# (summary, group combine, sink blocks): the default, the other kinds in its place, the paper's mode, and the default without sinks.
+MODES = [
+    ("mean_std", "softmax_sum", 1),
+    ("halves", "softmax_sum", 1),
+    ("minmax", "softmax_sum", 1),
+    ("minmax", "max", 0),
+    ("mean_std", "softmax_sum", 0),
+]
 RATIOS = ["0.01", "0.05", "0.1", "all"]
 
 
@@ -64,8 +70,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     prompt = Tokenizer.from_dir(resolve_model(args.model)).encode(prose())[: args.context]
     forced, dense, _ = answer(EngineConfig(**common, dense=True), prompt, args.steps, None)
     rows = []
-    for (summary, combine), ratio in itertools.product(MODES, RATIOS):
-        mode = {"top_k_blocks": args.top_k_blocks, "summary": summary, "group_combine": combine, "fetch_ratio": ratio}
+    for (summary, combine, sinks), ratio in itertools.product(MODES, RATIOS):
+        mode = {"top_k_blocks": args.top_k_blocks, "summary": summary, "group_combine": combine, "sink_blocks": sinks, "fetch_ratio": ratio}
         _, sparse, stats = answer(EngineConfig(**common, **mode), prompt, args.steps, forced)
         steps = stats["sparse_steps"]
         row = mode | {"context": len(prompt), "sparse_steps": steps, "bytes_per_step": stats["bytes_fetched"] // steps, "kl": mean_kl(dense, sparse)}
@@ -75,8 +81,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _line(row: dict[str, Any]) -> str:
-    name = f"{row['summary']} / {row['group_combine']}"
-    return f"{name:24} ratio {row['fetch_ratio']:>4}  {row['bytes_per_step'] / 2**20:8.2f} MiB a step  KL {row['kl']:.5f}"
+    name = f"{row['summary']} / {row['group_combine']}, {row['sink_blocks']} sink"
+    return f"{name:32} ratio {row['fetch_ratio']:>4}  {row['bytes_per_step'] / 2**20:8.2f} MiB a step  KL {row['kl']:.5f}"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -30,6 +30,7 @@ def core_config(config: EngineConfig, model: ModelConfig) -> _core.CoreConfig:
     c.num_q_heads, c.num_kv_heads = model.num_attention_heads, model.num_key_value_heads
     c.sparse_enabled = not config.dense
     c.top_k_blocks, c.fetch_cap_blocks = config.top_k_blocks, config.fetch_cap_blocks
+    c.sink_blocks = config.sink_blocks
     c.sparse_from_tokens = config.sparse_from_tokens
     drafts_used = config.accept_drafts or not config.dense
     c.max_draft_len = config.draft_len if drafts_used and config.drafter != "previous" else 0
