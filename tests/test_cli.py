@@ -62,6 +62,17 @@ def test_a_file_that_is_not_utf8_is_named_with_its_offset(tmp_path: Path, capsys
     assert f"{tmp_path / 'bad.txt'}: not UTF-8 at byte 3" in capsys.readouterr().err
 
 
+def test_a_prompt_of_10_mb_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "big.txt").write_text("lorem ipsum " * 870_000, encoding="utf-8")
+    assert code("generate", "--prompt-file", str(tmp_path / "big.txt"), "--device-kv-gib", "0.25") == 1
+    assert "max_seq_len" in capsys.readouterr().err
+
+
+def test_an_empty_prompt_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert code("generate", "--prompt", "", "--device-kv-gib", "0.25") == 1
+    assert "empty" in capsys.readouterr().err
+
+
 def test_json_lines_come_in_prompt_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "p.txt").write_text("word " * 120, encoding="utf-8")
     flags = ["--max-tokens", "6", "--ignore-eos", "--json", "--top-k-blocks", "4", "--sparse-from", "64", "--device-kv-gib", "0.25"]

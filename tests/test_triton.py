@@ -63,4 +63,8 @@ def test_bad_requests_are_refused_by_name(server: str) -> None:
         text_of(server, "hello", max_tokens=0)
     with pytest.raises(RemoteError, match="max_seq_len"):
         text_of(server, "hello " * 9000, max_tokens=4)
+    with pytest.raises(RemoteError, match="max_seq_len"):
+        text_of(server, "lorem ipsum " * 870_000, max_tokens=4)  # 10 MB
+    with pytest.raises(RemoteError, match="empty"):
+        text_of(server, "", max_tokens=4)
     assert text_of(server, "hello", max_tokens=4)
