@@ -11,7 +11,7 @@
 #include "pipeline/event.h"
 #include "pipeline/trace.h"
 #include "pipeline/worker.h"
-#include "sched/step_plan.h"
+#include "pipeline/step_plan.h"
 
 namespace oasis {
 

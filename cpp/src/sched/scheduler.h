@@ -9,7 +9,7 @@
 
 #include "pipeline/background.h"
 #include "sched/request.h"
-#include "sched/step_plan.h"
+#include "pipeline/step_plan.h"
 
 namespace oasis {
 

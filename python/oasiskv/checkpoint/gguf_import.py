@@ -5,54 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
+from oasiskv.checkpoint.gguf_file import GgufFile
 from oasiskv.checkpoint.gguf_tokenizer import tokenizer_files
 from oasiskv.checkpoint.model_config import ModelConfig
 from oasiskv.errors import CheckpointError
 
 _FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-
-
-class GgufFile:
-    """Metadata and dequantised tensors. Raises CheckpointError naming the file and the key."""
-
-    def __init__(self, path: Path) -> None:
-        from gguf import GGUFReader
-
-        self.path = path
-        try:
-            self._reader = GGUFReader(str(path))
-        except FileNotFoundError:
-            raise CheckpointError(f"{path} is missing") from None
-        except Exception as error:  # the reader raises whatever its parsing runs into
-            raise CheckpointError(f"{path} is not a readable GGUF file: {error}") from None
-        self._tensors = {t.name: t for t in self._reader.tensors}
-
-    def get(self, key: str, default: Any = None) -> Any:
-        field = self._reader.fields.get(key)
-        return default if field is None else field.contents()
-
-    def need(self, key: str) -> Any:
-        value = self.get(key)
-        if value is None:
-            raise CheckpointError(f"{self.path}: metadata {key} is missing")
-        return value
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._tensors
-
-    def tensor(self, name: str) -> torch.Tensor:
-        from gguf.quants import dequantize
-
-        if name not in self._tensors:
-            raise CheckpointError(f"{self.path}: tensor {name} is missing")
-        t = self._tensors[name]
-        try:
-            return torch.from_numpy(np.array(dequantize(t.data, t.tensor_type), dtype=np.float32))
-        except (NotImplementedError, ValueError) as error:
-            raise CheckpointError(f"{self.path}: tensor {name} ({t.tensor_type.name}) cannot be dequantised: {error}") from None
 
 
 def import_gguf(path: Path, dtype: str) -> tuple[ModelConfig, dict[str, torch.Tensor], dict[str, Any]]:

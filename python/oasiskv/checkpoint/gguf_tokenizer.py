@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from oasiskv.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from oasiskv.checkpoint.gguf_import import GgufFile
+    from oasiskv.checkpoint.gguf_file import GgufFile
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # tokenizer.ggml.token_type
 

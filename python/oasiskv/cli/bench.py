@@ -12,7 +12,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from oasiskv.bench import decode, sweep
-    from oasiskv.cli.main import interruptible
+    from oasiskv.cli.ending import interruptible
 
     interruptible()
     return {"decode": decode, "sweep": sweep}[args.what].main(args.arguments)

@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Raises CheckpointError."""
     from oasiskv.checkpoint import convert
-    from oasiskv.cli.main import interruptible
+    from oasiskv.cli.ending import interruptible
 
     interruptible()
     convert(args.source, args.target, args.dtype)

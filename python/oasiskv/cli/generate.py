@@ -43,7 +43,7 @@ class _Prompt(argparse.Action):
 
 def run(args: argparse.Namespace) -> int:
     """0; 1 when a request failed. Raises ConfigError, CheckpointError, RequestError."""
-    from oasiskv.cli.main import FAILED, OK, interruptible
+    from oasiskv.cli.ending import FAILED, OK, interruptible
 
     given = getattr(args, "prompts", [])
     if not given:

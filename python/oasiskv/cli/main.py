@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import signal
 import sys
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from oasiskv import __version__
+from oasiskv.cli.ending import FAILED, INTERRUPTED, USAGE, leave
 from oasiskv.errors import OasisError, RequestError
-
-OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
 class Parser(argparse.ArgumentParser):
@@ -41,7 +39,7 @@ def build_parser() -> Parser:
 def main(argv: list[str] | None = None) -> int:
     """Exit codes: 0 done, 1 a request or the server failed, 2 usage, configuration or checkpoint, 130 SIGINT."""
     # An import that is interrupted may answer with an ImportError of its own: until a command is ready, leave at once.
-    signal.signal(signal.SIGINT, _leave)
+    signal.signal(signal.SIGINT, leave)
     try:
         args = build_parser().parse_args(argv)
         return args.run(args)
@@ -55,14 +53,3 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output went away
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
-
-
-def _leave(*_: Any) -> NoReturn:
-    with contextlib.suppress(OSError):
-        os.write(2, b"oasiskv: interrupted\n")
-    os._exit(INTERRUPTED)
-
-
-def interruptible() -> None:
-    """From here on SIGINT raises KeyboardInterrupt, so that what runs can clean up."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
