@@ -6,6 +6,12 @@
 #include <numeric>
 
 namespace oasis {
+namespace {
+
+// NaN wins whichever side it is on: a block with one broken score ranks last, whatever the order of heads and rows.
+float max_or_nan(float a, float b) { return a > b || std::isnan(a) ? a : b; }
+
+}  // namespace
 
 Scorer::Scorer(const CoreConfig& config, const Ops& ops)
     : ops_(ops),
@@ -33,12 +39,12 @@ const std::vector<float>& Scorer::score(const SequenceKv& seq, int layer, int he
         if (g == 0)
           row_[b] = query_[b];
         else if (combine_ == GroupCombine::kMax)
-          row_[b] = std::max(row_[b], query_[b]);
+          row_[b] = max_or_nan(row_[b], query_[b]);
         else
           row_[b] += query_[b];
       }
     }
-    for (int64_t b = 0; b < blocks; ++b) total_[b] = r == 0 ? row_[b] : std::max(total_[b], row_[b]);
+    for (int64_t b = 0; b < blocks; ++b) total_[b] = r == 0 ? row_[b] : max_or_nan(total_[b], row_[b]);
   }
   std::fill_n(total_.begin(), std::min<int64_t>(sink_blocks_, blocks), std::numeric_limits<float>::infinity());
   return total_;
