@@ -174,6 +174,7 @@ class Case:
             if self.rng.random() < 0.2:
                 self.replay()
         self.replay()
+        self.core.begin_step()
         assert self.core.plan({}) == []
         usage = self.core.usage()
         for pool in ("device_pages", "host_blocks", "summary_pages"):
@@ -205,7 +206,8 @@ class Case:
     def step(self) -> bool:
         rng = self.rng
         offered = {}
-        for rid, rows in self.core.draft_wanted():
+        wanted = dict(self.core.begin_step())
+        for rid, rows in wanted.items():
             assert 1 <= rows <= min(self.s.drafts, self.live[rid].prompt + self.live[rid].max_new - self.live[rid].tokens)
             if rng.random() < self.s.draft_chance:
                 offered[rid] = int(rng.integers(0, rows, endpoint=True))
@@ -217,6 +219,9 @@ class Case:
         new_tokens, parts = {}, []
         for g in groups:
             assert g.drafts == (0 if g.kind == "prefill" else offered.get(g.id, 0))
+            if g.kind == "sparse":  # else a selection would depend on whether the request has just resumed
+                request = self.live[g.id]
+                assert wanted.get(g.id, 0) == min(self.s.drafts, request.prompt + request.max_new - request.tokens)
             if g.logits_rows > 0:
                 most = max(1, g.drafts) if self.s.accept and g.kind != "prefill" else 1
                 new_tokens[g.id] = int(rng.integers(1, most, endpoint=True))

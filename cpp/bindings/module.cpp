@@ -150,7 +150,7 @@ PYBIND11_MODULE(_core, m) {
       .def("check", &Core::check)
       .def("submit", &Core::submit)
       .def("end", &Core::end)
-      .def("draft_wanted", &Core::draft_wanted)
+      .def("begin_step", &Core::begin_step)
       .def("plan", &plan_groups, nogil())
       .def("forward", [](Core& c, int layer, uintptr_t qkv, uintptr_t y) { c.forward(layer, in(qkv), out(y)); }, nogil())
       .def("commit", &Core::commit)

@@ -28,6 +28,11 @@ Core::~Core() {
   if (step_) finish_layers();
 }
 
+std::vector<std::pair<RequestId, int>> Core::begin_step() {
+  if (step_) throw std::logic_error("begin_step() before commit() or abort_step() of the last step");
+  return scheduler_->begin_step();
+}
+
 std::shared_ptr<const StepPlan> Core::plan(const std::map<RequestId, int>& drafts) {
   if (step_) throw std::logic_error("plan() before commit() or abort_step() of the last step");
   step_ = scheduler_->plan(drafts);

@@ -24,7 +24,7 @@ class Core {
   void check(int64_t prompt_tokens, int64_t max_new_tokens) const { scheduler_->check(prompt_tokens, max_new_tokens); }
   void submit(RequestId id, int64_t prompt_tokens, int64_t max_new_tokens) { scheduler_->submit(id, prompt_tokens, max_new_tokens); }
   bool end(RequestId id);
-  std::vector<std::pair<RequestId, int>> draft_wanted() const { return scheduler_->draft_wanted(); }
+  std::vector<std::pair<RequestId, int>> begin_step();
   std::shared_ptr<const StepPlan> plan(const std::map<RequestId, int>& drafts);
   // qkv: [rows][(Hq + 2H) * D] -> out: [rows][Hq * D], rows in plan order. Layers in order, each once a step.
   void forward(int layer, const float* qkv, float* out);

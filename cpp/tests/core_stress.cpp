@@ -77,7 +77,7 @@ Digest run(int delay_us, int requests, uint64_t seed) {
       left[next++] = generate;
     }
     std::map<RequestId, int> drafts;
-    for (const auto& [id, rows] : core.draft_wanted()) drafts[id] = static_cast<int>(rng() % (rows + 1));
+    for (const auto& [id, rows] : core.begin_step()) drafts[id] = static_cast<int>(rng() % (rows + 1));
     const auto plan = core.plan(drafts);
     if (!plan) {
       if (left.empty() && next > requests) break;

@@ -39,9 +39,11 @@ std::vector<LogicalBlock> first_choice(const std::string& combine, int row, int 
   Core core(c, cos.data(), sin.data());
   core.submit(1, kPrompt, 8);
   std::vector<float> out(kPrompt * kGroup * kDim);
+  core.begin_step();
   core.plan({});
   core.forward(0, rows(kPrompt).data(), out.data());
   core.commit({{1, 1}});
+  core.begin_step();
   core.plan({{1, 2}});
   std::vector<float> qkv = rows(3);
   if (row >= 0)

@@ -161,12 +161,21 @@ void Scheduler::admit() {
   }
 }
 
-std::shared_ptr<StepPlan> Scheduler::plan(const std::map<RequestId, int>& drafts) {
+// Who drafts must be settled before the drafts are asked for: a request that resumes later would decode its first step without,
+// and its selections would depend on the batch it is in.
+std::vector<std::pair<RequestId, int>> Scheduler::begin_step() {
   reap();
   take_first_choices();
   if (running() == 0) drain();  // nothing else would wake the caller for what the retired still hold
   resume_one();
   turn_sparse();
+  begun_ = true;
+  return draft_wanted();
+}
+
+std::shared_ptr<StepPlan> Scheduler::plan(const std::map<RequestId, int>& drafts) {
+  if (!begun_) throw std::logic_error("plan() without begin_step()");
+  begun_ = false;
   admit();
   auto plan = std::make_shared<StepPlan>();
   plan->step = step_ + 1;
@@ -192,7 +201,7 @@ std::shared_ptr<StepPlan> Scheduler::plan(const std::map<RequestId, int>& drafts
 void Scheduler::add_decode(StepPlan& plan, Request& r, int drafts) {
   if (drafts < 0 || drafts > config_.max_draft_len || r.tokens + drafts > r.max_tokens())
     throw std::invalid_argument("drafts = " + std::to_string(drafts) + " for request " + std::to_string(r.id) +
-                                ": more than draft_wanted() asked for");
+                                ": more than begin_step() allows");
   const bool first = selects_first(r);
   RowGroup g;
   g.kind = r.seq->in_sparse() ? RowKind::kSparse : RowKind::kDense;

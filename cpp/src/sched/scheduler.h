@@ -21,8 +21,9 @@ class Scheduler {
   void check(int64_t prompt_tokens, int64_t max_new_tokens) const;
   void submit(RequestId id, int64_t prompt_tokens, int64_t max_new_tokens);
   bool end(RequestId id);  // false if unknown
-  std::vector<std::pair<RequestId, int>> draft_wanted() const;
-  // The next step, or null when nothing can run. `drafts`: draft rows the caller has for each request.
+  // Settles who decodes in the next step (one resumes, some turn sparse); how many draft rows each of them may use.
+  std::vector<std::pair<RequestId, int>> begin_step();
+  // The next step, or null when nothing can run. `drafts`: draft rows the caller has for each request. After begin_step().
   std::shared_ptr<StepPlan> plan(const std::map<RequestId, int>& drafts);
   // The step is over: how many tokens each group with logits yielded.
   void commit(const StepPlan& plan, const std::map<RequestId, int>& new_tokens);
@@ -41,6 +42,7 @@ class Scheduler {
   };
 
   int64_t pages_alone(int64_t prompt_tokens, int64_t max_new_tokens) const;
+  std::vector<std::pair<RequestId, int>> draft_wanted() const;
   bool selects_first(const Request& r) const;
   void take_first_choices();
   void turn_sparse();
@@ -60,6 +62,7 @@ class Scheduler {
   std::deque<Retired> retired_;
   int64_t step_ = 0;
   std::shared_ptr<StepPlan> last_plan_;
+  bool begun_ = false;  // begin_step() without its plan()
 };
 
 }  // namespace oasis

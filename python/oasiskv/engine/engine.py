@@ -142,7 +142,7 @@ class Engine:
         return self._finish_step(groups, drafts, logits)
 
     def _propose(self) -> dict[int, list[int]]:
-        wanted = self._core.draft_wanted()
+        wanted = self._core.begin_step()
         if not wanted:
             return {}
         requests = [DraftRequest(i, self._sequences[i].prompt_ids + self._sequences[i].output_ids, n) for i, n in wanted]
