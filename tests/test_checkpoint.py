@@ -155,6 +155,8 @@ def test_a_broken_config_is_named(checkpoint, text):
         ({"attn_bias": "no"}, "attn_bias"), ({"rotary_scaling": {"type": "longrope"}}, "longrope"), ({"rotary_scaling": "yarn"}, "yarn"),
         ({"rotary_scaling": {"type": "yarn"}}, "factor"), ({"rotary_scaling": {"rope_type": "linear", "factor": 0}}, "factor"),
         ({"rotary_scaling": {"type": "yarn", "factor": 2, "beta_fast": "x"}}, "beta_fast"),
+        ({"rotary_scaling": {"type": ["yarn"], "factor": 2}}, "type"), ({"rotary_base": 10**400}, "rotary_base"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers"), ({"max_position_embeddings": 10**12}, "max_position_embeddings"),
     ],
     ids=str,
 )  # fmt: skip
@@ -174,7 +176,9 @@ def test_unsupported_checkpoints_are_refused_by_name(checkpoint, changes, named)
         ({"mlp_bias": True}, "mlp_bias"), ({"attention_bias": True}, "attention_bias"), ({"hidden_act": "gelu"}, "hidden_act"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"), ({"rope_scaling": {"rope_type": "yarn"}}, "factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"), ({"num_attention_heads": 0}, "num_attention_heads"),
-        ({"hidden_size": "remove"}, "hidden_size"),
+        ({"hidden_size": "remove"}, "hidden_size"), ({"rope_theta": "abc"}, "abc"), ({"rope_parameters": [1]}, "rope_parameters"),
+        ({"rope_scaling": "yarn"}, "rope_scaling"), ({"rope_scaling": {"rope_type": ["yarn"]}}, "yarn"), ({"model_type": ["llama"]}, "model_type"),
+        ({"layer_types": 5}, "layer_types"), ({"head_dim": "8"}, "head_size"), ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
     ],
     ids=str,
 )  # fmt: skip
@@ -287,7 +291,9 @@ def _gguf_permute(w: torch.Tensor, heads: int) -> np.ndarray:
     return w.reshape(heads, 2, w.shape[0] // heads // 2, *w.shape[1:]).swapaxes(1, 2).reshape(w.shape).numpy()
 
 
-def write_gguf(path: Path, arch: str, skip: tuple[str, ...] = (), merge: str = "! #", **metadata) -> None:
+def write_gguf(
+    path: Path, arch: str, skip: tuple[str, ...] = (), merge: str = "! #", bos: int | None = None, types: list[int] | None = None, **metadata
+) -> None:
     from gguf import GGUFWriter
 
     theirs, writer = hf_weights(), GGUFWriter(str(path), arch)
@@ -302,6 +308,10 @@ def write_gguf(path: Path, arch: str, skip: tuple[str, ...] = (), merge: str = "
     writer.add_tokenizer_pre("qwen2")
     writer.add_token_list([chr(0x21 + i) for i in range(VOCAB - 1)] + ["!#"])
     writer.add_token_merges([merge])
+    if bos is not None:
+        writer.add_bos_token_id(bos)
+    if types:
+        writer.add_token_types(types)
     tensors = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
     tensors["output.weight"] = "lm_head.weight"
     names = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
@@ -337,7 +347,9 @@ def test_gguf_and_hf_give_the_same_weights(checkpoint, tmp_path, arch):
     [
         ({"arch": "mamba"}, "mamba"), ({"expert_count": 8}, "experts"), ({"attention.sliding_window": 64}, "sliding"),
         ({"rope.scaling.type": "yarn"}, "yarn"), ({"skip": ("blk.1.ffn_up.weight",)}, r"blk\.1\.ffn_up\.weight"),
-        ({"skip": ("block_count",)}, "block_count"), ({"merge": "# !"}, "merges"),
+        ({"skip": ("block_count",)}, "block_count"), ({"merge": "# !"}, "merges"), ({"attention.head_count": 0}, "head_count"),
+        ({"attention.head_count": "4"}, "head_count"), ({"context_length": 2**31}, "max_position_embeddings"),
+        ({"bos": VOCAB}, "bos_token_id"), ({"types": [1]}, "token_type"),
     ],
     ids=str,
 )  # fmt: skip

@@ -46,6 +46,15 @@ def code(*arguments: str) -> int:
         (["generate", "--prompt-file", "no/such.txt"], "no/such.txt"),
         (["serve", "--grpc-port", "70000"], "--grpc-port 70000"),
         (["serve", "--grpc-port", "8000"], "must differ"),
+        (["serve", "--probe-every", "nan"], "--probe-every nan"),
+        (["serve", "--drain", "inf"], "--drain inf"),
+        (["serve", "--start-deadline", "-1"], "--start-deadline -1"),
+        (["generate", "--prompt", "a", "--max-tokens", str(2**63)], f"--max-tokens = {2**63}"),
+        (["generate", "--prompt", "a", "--host-kv-gib", "1e300"], "host_kv_gib"),
+        (["generate", "--prompt", "a", "--device-kv-gib", "1e5"], "device_kv_gib"),
+        (["generate", "--prompt", "a", "--model", "a" * 5000], "aaa"),
+        (["generate", "--prompt", "a", "--model", "~nosuchuser/m"], "nosuchuser"),
+        (["generate", "--prompt", "a", "--model", "/dev/null"], "/dev/null"),
         (["convert", "no/such", "target"], "no/such"),
         (["nonsense"], "nonsense"),
     ],
@@ -87,6 +96,18 @@ def test_json_lines_come_in_prompt_order(tmp_path: Path, capsys: pytest.CaptureF
 def test_a_prompt_that_cannot_fit_fails_the_call(capsys: pytest.CaptureFixture[str]) -> None:
     assert code("generate", "--prompt", "a", "--max-tokens", "99999999", "--device-kv-gib", "0.25") == 1
     assert "max_seq_len" in capsys.readouterr().err
+
+
+def test_output_that_cannot_be_written_is_one_line() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([sys.executable, "-m", "oasiskv.cli", "env"], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1 and done.stderr == "oasiskv: error: [Errno 28] No space left on device\n"
+
+
+def test_an_answer_beyond_the_terminals_encoding_is_escaped() -> None:
+    script = "import sys; from oasiskv.cli import main, env; env.run = lambda a: print('\\u00fc\\U0001f642') or 0; sys.exit(main.main(['env']))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, env=os.environ | {"PYTHONIOENCODING": "ascii"}, check=False)
+    assert done.returncode == 0 and done.stdout == b"\\xfc\\U0001f642\n", done.stderr
 
 
 @pytest.mark.parametrize("after_s", [0.4, 2.0, 6.0])

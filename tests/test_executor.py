@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -30,8 +31,8 @@ class Executor:
         command = [sys.executable, "-m", "oasiskv.executor", "--socket", str(self.socket), "--authkey-file", str(self.key)]
         self.process = subprocess.Popen([*command, "--config-json", json.dumps(CONFIG), *flags])
 
-    def client(self) -> ExecutorClient:
-        return ExecutorClient(self.socket, self.key, deadline_s=60)
+    def client(self, deadline_s: float = 60) -> ExecutorClient:
+        return ExecutorClient(self.socket, self.key, deadline_s)
 
 
 class Collector:
@@ -95,6 +96,17 @@ def test_a_bad_request_fails_alone(executor: Executor, params: dict[str, object]
         bad, good = submit(client, **params)[1], submit(client)[1]
         assert bad.wait().code == protocol.INVALID and named in bad.wait().error
         assert good.wait().finish_reason == "length"
+
+
+def test_it_accepts_again_after_it_ran_out_of_descriptors(executor: Executor) -> None:
+    limits = resource.prlimit(executor.process.pid, resource.RLIMIT_NOFILE)
+    used = len(list(Path(f"/proc/{executor.process.pid}/fd").iterdir()))
+    resource.prlimit(executor.process.pid, resource.RLIMIT_NOFILE, (used, limits[1]))
+    with pytest.raises(EngineError, match="no executor answers"):
+        executor.client(deadline_s=1.0)
+    resource.prlimit(executor.process.pid, resource.RLIMIT_NOFILE, limits)
+    with executor.client() as client:
+        assert submit(client)[1].wait().finish_reason == "length"
 
 
 def test_stop_words_given_as_ids_match_across_tokens(executor: Executor) -> None:

@@ -20,9 +20,10 @@ import tritonclient.grpc as grpcclient
 
 from oasiskv.config import EngineConfig
 from oasiskv.demo import free_ports
-from oasiskv.errors import ConfigError, RequestError
+from oasiskv.errors import ConfigError, RequestError, ServeError
 from oasiskv.executor.client import ExecutorClient
 from oasiskv.serve import contract, repo, runtime
+from oasiskv.serve.child import Child
 from oasiskv.serve.grpc_client import RemoteError, generate
 from oasiskv.serve.options import ServeOptions
 
@@ -278,3 +279,8 @@ def test_contract_defaults_follow_tensorrt_llm(inputs: dict[str, float], tempera
 def test_templates_need_every_value(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no value for the parameter"):
         repo.fill(tmp_path / "r", {"triton_max_batch_size": "1"})
+
+
+def test_a_child_whose_folder_is_gone_is_an_error_with_advice(tmp_path: Path) -> None:
+    with pytest.raises(ServeError, match=r"the executor cannot be started in .*gone.*start the server anew"):
+        Child("executor", [sys.executable], tmp_path / "gone", {}, verbose=False)

@@ -182,10 +182,20 @@ def test_damaged_tokenizer_files_are_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
         Tokenizer.from_dir(tmp_path)
     (tmp_path / "tokenizer.json").write_text(sentencepiece_like().to_str())
-    for text in ("{", "[]"):
+    for text in ("{", "[]", '{"bos_token": [1]}', '{"eos_token": {"content": 5}}', '{"chat_template": 5}'):
         (tmp_path / "tokenizer_config.json").write_text(text)
         with pytest.raises(CheckpointError, match=r"tokenizer_config\.json"):
             Tokenizer.from_dir(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    for eos in ('"x"', "[true]", "-1", '{"a": 1}'):
+        (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {eos}}}')
+        with pytest.raises(CheckpointError, match=r"generation_config\.json: eos_token_id"):
+            Tokenizer.from_dir(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja"):
+        Tokenizer.from_dir(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
     assert Tokenizer.from_dir(tmp_path).apply_chat([]) == "yes"
@@ -202,7 +212,7 @@ class _Metadata:
     def get(self, key, default=None):
         return self._values.get(key, default)
 
-    need = get
+    need = texts = get
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@
 #include <cstring>
 #include <string>
 
+#include <unistd.h>
+
 namespace oasis {
 namespace {
 
@@ -22,9 +24,14 @@ Core::Core(CoreConfig config, const float* cos, const float* sin)
       sin_(sin, sin + config_.max_seq_len * config_.head_dim / 2),
       background_(std::make_unique<Background>(config_, ops_, pools_)),
       scheduler_(std::make_unique<Scheduler>(config_, pools_, *background_)),
+      owner_(getpid()),
       q_(static_cast<int64_t>(config_.max_num_tokens) * config_.num_q_heads * config_.head_dim) {}
 
 Core::~Core() {
+  if (getpid() != owner_) {  // a forked child: waiting for workers that it does not have would never end
+    background_.release();
+    return;
+  }
   if (step_) finish_layers();
 }
 

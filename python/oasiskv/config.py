@@ -13,6 +13,7 @@ MAX_DRAFT_LEN = 15
 SUMMARIES = ("mean_std", "minmax", "halves")
 GROUP_COMBINES = ("softmax_sum", "max", "sum")
 DTYPES = ("float32", "float16", "bfloat16")
+_MAX_GIB = 1 << 20  # far above any machine, and its bytes still fit 64 bits
 
 
 def _one_of(field: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -25,9 +26,9 @@ def _in_range(field: str, value: int, low: int, high: int) -> None:
         raise ConfigError(f"{field} = {value!r}: must be an integer in {low}..{high}")
 
 
-def _positive(field: str, value: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise ConfigError(f"{field} = {value!r}: must be a positive number")
+def _size_gib(field: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _MAX_GIB:
+        raise ConfigError(f"{field} = {value!r}: must be a number of GiB above 0 and at most {_MAX_GIB}")
 
 
 def fetch_cap_blocks(top_k_blocks: int, fetch_ratio: str) -> int:
@@ -108,8 +109,8 @@ class EngineConfig:
         if self.num_threads is not None:
             _in_range("num_threads", self.num_threads, 1, 1024)
         _in_range("transfer_delay_us", self.transfer_delay_us, 0, 10_000_000)
-        _positive("device_kv_gib", self.device_kv_gib)
-        _positive("host_kv_gib", self.host_kv_gib)
+        _size_gib("device_kv_gib", self.device_kv_gib)
+        _size_gib("host_kv_gib", self.host_kv_gib)
         self._check_drafter()
 
     def _check_drafter(self) -> None:

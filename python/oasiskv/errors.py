@@ -23,3 +23,7 @@ class CapacityError(RequestError):
 
 class EngineError(OasisError):
     """The engine failed, or is closed."""
+
+
+class ServeError(OasisError):
+    """The server did not come up, or cannot be kept up."""

@@ -21,10 +21,10 @@ int64_t Scheduler::pages_alone(int64_t prompt_tokens, int64_t max_new_tokens) co
 void Scheduler::check(int64_t prompt_tokens, int64_t max_new_tokens) const {
   if (prompt_tokens < 1) throw std::invalid_argument("prompt_tokens = " + std::to_string(prompt_tokens) + ": must be at least 1");
   if (max_new_tokens < 1) throw std::invalid_argument("max_new_tokens = " + std::to_string(max_new_tokens) + ": must be at least 1");
-  const int64_t max_tokens = prompt_tokens + max_new_tokens;
   const std::string what = "a prompt of " + std::to_string(prompt_tokens) + " tokens with max_tokens " + std::to_string(max_new_tokens);
-  if (max_tokens > config_.max_seq_len)
+  if (max_new_tokens > config_.max_seq_len - prompt_tokens)
     throw CapacityError(what + " exceeds max_seq_len " + std::to_string(config_.max_seq_len) + ": shorten the prompt or lower max_tokens");
+  const int64_t max_tokens = prompt_tokens + max_new_tokens;
   if (pages_alone(prompt_tokens, max_new_tokens) > config_.device_pages)
     throw CapacityError(what + " needs " + std::to_string(pages_alone(prompt_tokens, max_new_tokens)) + " device pages for its dense part, the pool has " +
                         std::to_string(config_.device_pages) + ": raise device_kv_gib or shorten the prompt");

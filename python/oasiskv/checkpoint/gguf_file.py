@@ -36,6 +36,19 @@ class GgufFile:
             raise CheckpointError(f"{self.path}: metadata {key} is missing")
         return value
 
+    def count(self, key: str, default: int | None = None) -> int:
+        """A positive integer; one a layer (a list) is not supported."""
+        value = self.need(key) if default is None else self.get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise CheckpointError(f"{self.path}: metadata {key} = {value!r}: must be a positive integer")
+        return value
+
+    def texts(self, key: str) -> list[str]:
+        value = self.need(key)
+        if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
+            raise CheckpointError(f"{self.path}: metadata {key} must be a list of strings")
+        return value
+
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
 

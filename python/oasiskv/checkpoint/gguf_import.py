@@ -24,7 +24,7 @@ def import_gguf(path: Path, dtype: str) -> tuple[ModelConfig, dict[str, torch.Te
 
 def _config(file: GgufFile, dtype: str) -> ModelConfig:
     family = file.need("general.architecture")
-    if family not in _FAMILIES:
+    if not isinstance(family, str) or family not in _FAMILIES:
         raise CheckpointError(f"{file.path}: architecture {family!r} is not supported: use one of {', '.join(_FAMILIES)}")
     if file.get(f"{family}.expert_count"):
         raise CheckpointError(f"{file.path}: mixture-of-experts models are not supported")
@@ -33,25 +33,28 @@ def _config(file: GgufFile, dtype: str) -> ModelConfig:
     scaling = file.get(f"{family}.rope.scaling.type", "none")
     if scaling != "none" or "rope_freqs.weight" in file:
         raise CheckpointError(f"{file.path}: RoPE scaling in GGUF ({scaling}) is not supported: convert from the Hugging Face folder")
-    heads = file.need(f"{family}.attention.head_count")
-    hidden = file.need(f"{family}.embedding_length")
-    return ModelConfig(
-        architecture=_FAMILIES[family],
-        dtype=dtype,
-        vocab_size=len(file.need("tokenizer.ggml.tokens")),
-        hidden_size=hidden,
-        num_hidden_layers=file.need(f"{family}.block_count"),
-        num_attention_heads=heads,
-        num_key_value_heads=file.get(f"{family}.attention.head_count_kv", heads),
-        head_size=file.get(f"{family}.attention.key_length", hidden // heads),
-        intermediate_size=file.need(f"{family}.feed_forward_length"),
-        norm_epsilon=file.need(f"{family}.attention.layer_norm_rms_epsilon"),
-        rotary_base=float(file.get(f"{family}.rope.freq_base", 10000.0)),
-        max_position_embeddings=file.need(f"{family}.context_length"),
-        share_embedding_table="output.weight" not in file,
-        attn_bias="blk.0.attn_q.bias" in file,
-        qk_layernorm="blk.0.attn_q_norm.weight" in file,
-    )
+    heads = file.count(f"{family}.attention.head_count")
+    hidden = file.count(f"{family}.embedding_length")
+    try:
+        return ModelConfig(
+            architecture=_FAMILIES[family],
+            dtype=dtype,
+            vocab_size=len(file.texts("tokenizer.ggml.tokens")),
+            hidden_size=hidden,
+            num_hidden_layers=file.count(f"{family}.block_count"),
+            num_attention_heads=heads,
+            num_key_value_heads=file.count(f"{family}.attention.head_count_kv", heads),
+            head_size=file.count(f"{family}.attention.key_length", max(1, hidden // heads)),
+            intermediate_size=file.count(f"{family}.feed_forward_length"),
+            norm_epsilon=file.need(f"{family}.attention.layer_norm_rms_epsilon"),
+            rotary_base=file.get(f"{family}.rope.freq_base", 10000.0),
+            max_position_embeddings=file.count(f"{family}.context_length"),
+            share_embedding_table="output.weight" not in file,
+            attn_bias="blk.0.attn_q.bias" in file,
+            qk_layernorm="blk.0.attn_q_norm.weight" in file,
+        )
+    except CheckpointError as error:
+        raise CheckpointError(f"{file.path}: {error}") from None
 
 
 def _unpermute(weight: torch.Tensor, heads: int) -> torch.Tensor:

@@ -44,8 +44,8 @@ def tokenizer_files(file: GgufFile) -> dict[str, Any]:
     if kind != "gpt2":
         raise CheckpointError(f"{where}: tokenizer.ggml.model = {kind!r} is not supported: only byte-level BPE (gpt2)")
     pre = file.get("tokenizer.ggml.pre", "gpt-2")
-    tokens: list[str] = file.need("tokenizer.ggml.tokens")
-    merges = [tuple(m.split(" ", 1)) for m in file.need("tokenizer.ggml.merges")]
+    tokens = file.texts("tokenizer.ggml.tokens")
+    merges = [tuple(m.split(" ", 1)) for m in file.texts("tokenizer.ggml.merges")]
     vocab = {t: i for i, t in enumerate(tokens)}
     # The library panics on a merge whose result is no token.
     if bad := next((m for m in merges if len(m) != 2 or not {*m, "".join(m)} <= vocab.keys()), None):
@@ -57,13 +57,15 @@ def tokenizer_files(file: GgufFile) -> dict[str, Any]:
     tokenizer.pre_tokenizer = _pre_tokenizer(pre, where)
     tokenizer.decoder = decoders.ByteLevel()
     types = file.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+    if not isinstance(types, list) or len(types) != len(tokens):
+        raise CheckpointError(f"{where}: tokenizer.ggml.token_type must hold one type for each of the {len(tokens)} tokens")
     for token, type_ in zip(tokens, types, strict=True):
         if type_ == _CONTROL:
             tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)])
         elif type_ in (_UNKNOWN, _USER_DEFINED):
             tokenizer.add_tokens([AddedToken(token, special=False, normalized=False)])
-    bos, eos = file.get("tokenizer.ggml.bos_token_id"), file.get("tokenizer.ggml.eos_token_id")
-    stops = [i for i in (eos, file.get("tokenizer.ggml.eot_token_id")) if i is not None]
+    bos, eos, eot = (_token_id(file, f"tokenizer.ggml.{name}_token_id", len(tokens)) for name in ("bos", "eos", "eot"))
+    stops = [i for i in (eos, eot) if i is not None]
     return {
         "tokenizer.json": tokenizer.to_str(),
         "tokenizer_config.json": {
@@ -74,3 +76,10 @@ def tokenizer_files(file: GgufFile) -> dict[str, Any]:
         },
         "generation_config.json": {"bos_token_id": bos, "eos_token_id": sorted(set(stops))},
     }
+
+
+def _token_id(file: GgufFile, key: str, vocab_size: int) -> int | None:
+    value = file.get(key)
+    if value is not None and not (isinstance(value, int) and 0 <= value < vocab_size):
+        raise CheckpointError(f"{file.path}: metadata {key} = {value!r}: must be a token id below {vocab_size}")
+    return value

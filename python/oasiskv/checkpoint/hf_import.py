@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from oasiskv.checkpoint.model_config import ModelConfig
-from oasiskv.checkpoint.store import load_tensors, read_json
+from oasiskv.checkpoint.store import load_tensors, read_json, read_text
 from oasiskv.errors import CheckpointError
 
 _FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -30,11 +30,11 @@ def import_hf(folder: Path, dtype: str) -> tuple[ModelConfig, dict[str, torch.Te
 
 def _config(raw: dict[str, Any], dtype: str) -> ModelConfig:
     family = raw.get("model_type")
-    if family not in _FAMILIES:
+    if not isinstance(family, str) or family not in _FAMILIES:
         raise CheckpointError(f"model_type {family!r} is not supported: use one of {', '.join(_FAMILIES)}")
     _refuse(raw, family)
     heads = _need(raw, "num_attention_heads")
-    parameters = raw.get("rope_parameters") or {}
+    parameters = _object(raw, "rope_parameters")
     return ModelConfig(
         architecture=_FAMILIES[family],
         dtype=dtype,
@@ -46,9 +46,9 @@ def _config(raw: dict[str, Any], dtype: str) -> ModelConfig:
         head_size=raw.get("head_dim") or (128 if family == "qwen3" else _need(raw, "hidden_size") // heads),
         intermediate_size=_need(raw, "intermediate_size"),
         norm_epsilon=raw.get("rms_norm_eps", 1e-6),
-        rotary_base=float(raw.get("rope_theta") or parameters.get("rope_theta") or 10000.0),
+        rotary_base=raw.get("rope_theta") or parameters.get("rope_theta") or 10000.0,
         max_position_embeddings=_need(raw, "max_position_embeddings"),
-        rotary_scaling=_scaling(raw.get("rope_scaling") or parameters),
+        rotary_scaling=_scaling(_object(raw, "rope_scaling") or parameters),
         share_embedding_table=bool(raw.get("tie_word_embeddings", False)),
         attn_bias=family == "qwen2",
         qk_layernorm=family == "qwen3",
@@ -63,6 +63,13 @@ def _need(raw: dict[str, Any], field: str) -> Any:
     return raw[field]
 
 
+def _object(raw: dict[str, Any], field: str) -> dict[str, Any]:
+    value = raw.get(field) or {}
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{field} = {value!r}: must be an object")
+    return value
+
+
 def _refuse(raw: dict[str, Any], family: str) -> None:
     if raw.get("quantization_config"):
         method = raw["quantization_config"]
@@ -72,7 +79,10 @@ def _refuse(raw: dict[str, Any], family: str) -> None:
     window = raw.get("sliding_window")
     if window and raw.get("use_sliding_window", family == "llama"):
         raise CheckpointError(f"sliding_window = {window} is not supported: attention here is over the full context")
-    if "sliding_attention" in (raw.get("layer_types") or []):
+    layer_types = raw.get("layer_types") or []
+    if not isinstance(layer_types, list):
+        raise CheckpointError(f"layer_types = {layer_types!r}: must be a list")
+    if "sliding_attention" in layer_types:
         raise CheckpointError("layer_types has sliding_attention, which is not supported")
     if raw.get("mlp_bias"):
         raise CheckpointError("mlp_bias is not supported")
@@ -81,8 +91,7 @@ def _refuse(raw: dict[str, Any], family: str) -> None:
     architectures = raw.get("architectures") or [_FAMILIES[family]]
     if architectures != [_FAMILIES[family]]:
         raise CheckpointError(f"architectures {architectures} is not supported: use a {_FAMILIES[family]}")
-    parameters = raw.get("rope_parameters") or {}
-    partial = parameters.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1
+    partial = _object(raw, "rope_parameters").get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1
     if partial != 1:
         raise CheckpointError(f"partial_rotary_factor = {partial} is not supported: RoPE must cover the whole head")
     if raw.get("hidden_act", "silu") != "silu":
@@ -95,8 +104,6 @@ def _scaling(raw: dict[str, Any]) -> dict[str, Any] | None:
     kind = raw.get("rope_type") or raw.get("type") or "default"
     if kind == "default":
         return None
-    if kind not in ("linear", "llama3", "yarn"):
-        raise CheckpointError(f"rope type {kind!r} is not supported: use default, linear, llama3 or yarn")
     return {"type": kind} | {k: v for k, v in raw.items() if k not in ("type", "rope_type", "rope_theta")}
 
 
@@ -149,7 +156,7 @@ def _rename(config: ModelConfig, theirs: dict[str, torch.Tensor], where: str) ->
 def _tokenizer_files(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     if not (folder / "tokenizer.json").exists():
         raise CheckpointError(f"{folder / 'tokenizer.json'} is missing: save the fast tokenizer with the model")
-    files = {n: (folder / n).read_text(encoding="utf-8") for n in _TOKENIZER_FILES if (folder / n).exists()}
+    files = {n: read_text(folder / n) for n in _TOKENIZER_FILES if (folder / n).exists()}
     if "generation_config.json" not in files:
         files["generation_config.json"] = {k: config[k] for k in ("bos_token_id", "eos_token_id") if config.get(k) is not None}
     return files

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 from oasiskv.errors import CheckpointError
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+# What a config may ask for before anything is allocated by it; far above any model.
+_SIZES = {
+    "vocab_size": 1 << 24, "hidden_size": 1 << 20, "num_hidden_layers": 1 << 12, "num_attention_heads": 1 << 14,
+    "num_key_value_heads": 1 << 14, "head_size": 1 << 12, "intermediate_size": 1 << 24, "max_position_embeddings": 1 << 24,
+}  # fmt: skip
 DTYPES = ("float32", "float16", "bfloat16")
 # What a scaling of each type must say, and what it may, beside its type.
 _ROPE_FIELDS: dict[str, tuple[str, ...]] = {
@@ -20,14 +25,14 @@ _ROPE_OPTIONAL = ("original_max_position_embeddings", "attention_factor", "mscal
 
 
 def _positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
 
 
 def _check_rope(scaling: Any) -> None:
     if not isinstance(scaling, dict):
         raise CheckpointError(f"rotary_scaling = {scaling!r}: must be null or an object with a type")
     kind = scaling.get("type")
-    if kind not in _ROPE_FIELDS:
+    if not isinstance(kind, str) or kind not in _ROPE_FIELDS:
         raise CheckpointError(f"rotary_scaling type {kind!r} is not supported: use none, {', '.join(_ROPE_FIELDS)}")
     for name in _ROPE_FIELDS[kind]:
         if not _positive(scaling.get(name)):
@@ -65,11 +70,10 @@ class ModelConfig:
             raise CheckpointError(f"architecture {self.architecture!r} is not supported: use one of {', '.join(ARCHITECTURES)}")
         if self.dtype not in DTYPES:
             raise CheckpointError(f"dtype {self.dtype!r} is not supported: use one of {', '.join(DTYPES)}")
-        for field in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-                      "head_size", "intermediate_size", "max_position_embeddings"):
+        for field, limit in _SIZES.items():
             value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise CheckpointError(f"config field {field} = {value!r}: must be a positive integer")
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
+                raise CheckpointError(f"config field {field} = {value!r}: must be an integer in 1..{limit}")
         if self.num_attention_heads % self.num_key_value_heads:
             raise CheckpointError(
                 f"num_attention_heads = {self.num_attention_heads} is not a multiple of num_key_value_heads = {self.num_key_value_heads}"

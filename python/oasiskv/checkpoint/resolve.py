@@ -28,12 +28,20 @@ def embedded_gguf() -> Path:
 
 def resolve_model(name_or_path: str, dtype: str = "float32") -> Path:
     """The embedded model's name, a checkpoint folder (used as it is), a Hugging Face folder or a GGUF file. Raises CheckpointError."""
-    source = embedded_gguf() if name_or_path == EMBEDDED else Path(name_or_path).expanduser()
-    if not source.exists():
-        raise CheckpointError(f"model {name_or_path!r} is neither {EMBEDDED} nor an existing folder or file")
+    source = embedded_gguf() if name_or_path == EMBEDDED else _existing(name_or_path)
     if source.is_dir() and not _is_hf(source):
         return source
     return _import_cached(source.resolve(), dtype)
+
+
+def _existing(path: str) -> Path:
+    try:
+        source = Path(path).expanduser()
+        source.stat()
+    except (OSError, ValueError, RuntimeError) as error:  # missing, too long, NUL in it, no such user's home
+        why = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(f"model {path[:200]!r} is neither {EMBEDDED} nor an existing folder or file: {why}") from None
+    return source
 
 
 def _is_hf(folder: Path) -> bool:

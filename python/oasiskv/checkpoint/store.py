@@ -21,13 +21,22 @@ from oasiskv.errors import CheckpointError
 CONFIG, WEIGHTS = "config.json", "rank0.safetensors"
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_text(path: Path) -> str:
     """Raises CheckpointError naming the file."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises CheckpointError naming the file."""
+    text = read_text(path)
+    try:
+        raw = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path} must hold a JSON object, not {type(raw).__name__}")

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from oasiskv import __version__
 from oasiskv.cli.ending import FAILED, INTERRUPTED, USAGE, leave
-from oasiskv.errors import OasisError, RequestError
+from oasiskv.errors import EngineError, OasisError, RequestError, ServeError
 
 
 class Parser(argparse.ArgumentParser):
@@ -42,14 +42,19 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGINT, leave)
     try:
         args = build_parser().parse_args(argv)
-        return args.run(args)
+        sys.stdout.reconfigure(errors="backslashreplace")  # an answer may hold what the terminal's encoding cannot
+        code = args.run(args)
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         print("oasiskv: interrupted", file=sys.stderr)
         return INTERRUPTED
     except OasisError as error:
         print(f"oasiskv: error: {error}", file=sys.stderr)
-        return FAILED if isinstance(error, RequestError) or type(error).__name__ in ("EngineError", "ServeError") else USAGE
-    except BrokenPipeError:  # the reader of our output went away
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED if isinstance(error, RequestError | EngineError | ServeError) else USAGE
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):  # the reader of our output went away: nobody to tell
+            print(f"oasiskv: error: {error}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still buffered
         return FAILED

@@ -12,6 +12,7 @@ from oasiskv import _core
 from oasiskv.checkpoint import ModelConfig, load_checkpoint, resolve_model
 from oasiskv.config import EngineConfig
 from oasiskv.draft import DraftRequest, make_drafter
+from oasiskv.engine.memory import check_pools_fit
 from oasiskv.engine.sampler import Sampled, Sampler, SampleRow
 from oasiskv.engine.sampling import SamplingParams
 from oasiskv.engine.sequence import RequestOutput, Sequence
@@ -58,6 +59,7 @@ class Engine:
         self.model_config, weights = load_checkpoint(folder)
         self.tokenizer = Tokenizer.from_dir(folder)
         core = core_config(config, self.model_config)
+        check_pools_fit(config, core)
         _core.set_num_threads(core.num_threads)
         self._model = DecoderModel(self.model_config, weights)
         cos, sin = rope_tables(self.model_config, core.max_seq_len)
@@ -78,9 +80,9 @@ class Engine:
         if not prompt_ids:
             raise RequestError("the prompt is empty: give at least one token")
         vocab = self.model_config.vocab_size
-        bad = next((t for t in prompt_ids if not 0 <= t < vocab), None)
-        if bad is not None:
-            raise RequestError(f"prompt token id {bad} is outside the vocabulary of {vocab}")
+        for token in prompt_ids:
+            if not isinstance(token, int) or not 0 <= token < vocab:
+                raise RequestError(f"prompt token id {token!r}: must be an integer in 0..{vocab - 1}, as the vocabulary is")
         try:
             self._core.check(len(prompt_ids), params.max_tokens)
         except ValueError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 import queue
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from oasiskv.engine.loop import EngineLoop
 from oasiskv.engine.sampler import Sampled
 from oasiskv.engine.sampling import SamplingParams
 from oasiskv.engine.sequence import RequestOutput
+from oasiskv.errors import RequestError
 
 Prompt = str | list[int]
 
@@ -128,7 +130,12 @@ class LLM:
         self.close()
 
     def _encode(self, prompt: Prompt) -> list[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        try:
+            return [operator.index(token) for token in prompt]
+        except TypeError as error:
+            raise RequestError(f"a prompt must be text or a list of token ids: {error}") from None
 
 
 def _is_ids(prompts: Any) -> bool:
@@ -139,5 +146,5 @@ def _spread(params: SamplingParams | Sequence[SamplingParams] | None, count: int
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if len(params) != count:
-        raise ValueError(f"{len(params)} sampling params for {count} prompts: give one, or one a prompt")
+        raise RequestError(f"{len(params)} sampling params for {count} prompts: give one, or one a prompt")
     return list(params)

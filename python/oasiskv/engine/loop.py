@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -32,11 +34,15 @@ class EngineLoop:
         self._broken: str | None = None
         self._closing = False
         self._usage = self._engine.usage()
+        self._owner = os.getpid()
         self._thread = threading.Thread(target=self._run, name="oasiskv-engine", daemon=True)
         self._thread.start()
+        atexit.register(self.close)  # a script may end without closing; the thread must not run into the interpreter's end
 
     def submit(self, prompt_ids: list[int], params: SamplingParams, on_output: OnOutput) -> int:
         """Queue a request; `on_output` is called on the engine's thread. Raises RequestError, CapacityError, EngineError."""
+        if os.getpid() != self._owner:
+            raise EngineError("this engine lives in the parent process: make one of its own in the child, or start children by spawn")
         self._engine.check(prompt_ids, params)
         request_id = self._engine.next_id()
         with self._lock:
@@ -64,9 +70,10 @@ class EngineLoop:
 
     def close(self) -> None:
         """Cancel what runs, end the thread, free the pools. Idempotent."""
-        if self._closing:
+        if self._closing or os.getpid() != self._owner:
             return
         self._closing = True
+        atexit.unregister(self.close)
         self._inbox.put(self._shut)
         self._thread.join()
 
@@ -103,6 +110,7 @@ class EngineLoop:
         listener = self._listeners.get(output.request_id)
         if output.finished:
             self._listeners.pop(output.request_id, None)
+            self._usage = self._engine.usage()  # before its client can ask
         if listener is None:
             return
         try:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass
 
 from oasiskv.errors import RequestError
+
+_INT32_MAX = 2**31 - 1  # what every client's protocol can carry
 
 
 def _check(ok: bool, field: str, value: object, rule: str) -> None:
@@ -14,11 +16,11 @@ def _check(ok: bool, field: str, value: object, rule: str) -> None:
 
 
 def _finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
-def _integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _integer(value: object, low: int, high: int = _INT32_MAX) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
 @dataclass(frozen=True)
@@ -50,23 +52,23 @@ class SamplingParams:
             object.__setattr__(self, field, tuple(value))
         for field in ("ignore_eos", "include_stop_text"):
             _check(isinstance(getattr(self, field), bool), field, getattr(self, field), "must be true or false")
-        _check(_integer(self.max_tokens) and self.max_tokens >= 1, "max_tokens", self.max_tokens, "must be an integer of at least 1")
-        few = _integer(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens
+        _check(_integer(self.max_tokens, 1), "max_tokens", self.max_tokens, f"must be an integer in 1..{_INT32_MAX}")
+        few = _integer(self.min_tokens, 0, self.max_tokens)
         _check(few, "min_tokens", self.min_tokens, "must be in 0..max_tokens")
         _check(_finite(self.temperature) and self.temperature >= 0, "temperature", self.temperature, "must be 0 (greedy) or more")
-        _check(_integer(self.top_k) and self.top_k >= 0, "top_k", self.top_k, "must be 0 (off) or more")
+        _check(_integer(self.top_k, 0), "top_k", self.top_k, f"must be in 0 (off)..{_INT32_MAX}")
         _check(_finite(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "must be in (0, 1]")
         _check(_finite(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "must be in 0..1")
-        _check(_integer(self.seed) and 0 <= self.seed < 2**64, "seed", self.seed, "must be an unsigned 64-bit integer")
+        _check(_integer(self.seed, 0, 2**64 - 1), "seed", self.seed, "must be an unsigned 64-bit integer")
         repetition = self.repetition_penalty
         _check(_finite(repetition) and repetition > 0, "repetition_penalty", repetition, "must be above 0")
         for field in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, field)
             _check(_finite(value) and -2 <= value <= 2, field, value, "must be in -2..2")
         _check(all(isinstance(s, str) and s for s in self.stop), "stop", self.stop, "must be non-empty strings")
-        _check(all(_integer(t) and t >= 0 for t in self.stop_token_ids), "stop_token_ids", self.stop_token_ids, "must be token ids")
+        _check(all(_integer(t, 0) for t in self.stop_token_ids), "stop_token_ids", self.stop_token_ids, "must be token ids")
         top = self.logprobs
-        _check(top is None or (_integer(top) and 0 <= top <= 20), "logprobs", top, "must be in 0..20")
+        _check(top is None or _integer(top, 0, 20), "logprobs", top, "must be in 0..20")
 
     @property
     def plain_greedy(self) -> bool:

@@ -13,7 +13,10 @@ from oasiskv.tokenizer import IncrementalDetokenizer
 
 @dataclass
 class RequestOutput:
-    """What a request yielded since its last output. Joined, the texts and token ids of all outputs are the answer."""
+    """What a request yielded since its last output: whole tokens, with the text they stand for.
+
+    Joined, the texts and token ids of all outputs are the answer.
+    """
 
     request_id: int
     token_ids: list[int] = field(default_factory=list)
@@ -26,7 +29,10 @@ class RequestOutput:
 
 
 class StopText:
-    """Holds text back while it may be the beginning of a stop string; cuts at the first stop string that appears."""
+    """Holds text back while it may be the beginning of a stop string; cuts at the stop string that is complete first.
+
+    Of several that end together the longest counts: the cut does not depend on how the text is split into tokens.
+    """
 
     def __init__(self, stop: tuple[str, ...], include: bool) -> None:
         self._stop = stop
@@ -40,7 +46,7 @@ class StopText:
         self._held += text
         hits = [(at, s) for s in self._stop if (at := self._held.find(s)) >= 0]
         if hits:
-            at, s = min(hits, key=lambda hit: (hit[0], -len(hit[1])))
+            at, s = min(hits, key=lambda hit: (hit[0] + len(hit[1]), hit[0]))
             shown = self._held[: at + len(s) if self._include else at]
             self._held = ""
             return shown, True
@@ -83,6 +89,7 @@ class Sequence:
         self._stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids)
         self._detokenizer = detokenizer
         self._stop_text = StopText(params.stop, params.include_stop_text)
+        self._hidden_text = ""  # what was generated and not shown yet, because part of it may belong to a stop string
         self._hidden_ids: list[int] = []
         self._hidden_logprobs: list[Sampled] = []
         self._submitted = time.perf_counter()
@@ -109,32 +116,35 @@ class Sequence:
         long_enough = len(self.output_ids) >= self.params.min_tokens
         if token in self._stops and long_enough:
             self.finish_reason = "stop"
-            text, met = self._stop_text.push(self._detokenizer.flush())
-            output.text += text + ("" if met else self._stop_text.flush())
-            self._show(output)
-            return
-        text, met = self._stop_text.push(self._detokenizer.push(token))
-        output.text += text
-        if met:
-            self.finish_reason = "stop"
-        elif len(self.output_ids) >= self.params.max_tokens:
-            self.finish_reason = "length"
-            text, met = self._stop_text.push(self._detokenizer.flush())
-            output.text += text + ("" if met else self._stop_text.flush())
+            self._take_rest()
+        else:
+            text, met = self._stop_text.push(self._detokenizer.push(token))
+            self._hidden_text += text
+            if met:
+                self.finish_reason = "stop"
+            elif len(self.output_ids) >= self.params.max_tokens:
+                self.finish_reason = "length"
+                self._take_rest()
         if self.finish_reason or (self._detokenizer.complete and not self._stop_text.holding):
             self._show(output)
 
+    def _take_rest(self) -> None:
+        """No token follows: nothing is held back any more."""
+        text, met = self._stop_text.push(self._detokenizer.flush())
+        self._hidden_text += text + ("" if met else self._stop_text.flush())
+
     def _show(self, output: RequestOutput) -> None:
+        output.text += self._hidden_text
         output.token_ids += self._hidden_ids
         if self.params.logprobs is not None:
             output.logprobs += self._hidden_logprobs
-        self._hidden_ids, self._hidden_logprobs = [], []
+        self._hidden_text, self._hidden_ids, self._hidden_logprobs = "", [], []
 
     def cut_short(self, reason: str, error: str | None, stats: dict[str, Any]) -> RequestOutput:
         """End it from outside; everything held back is shown."""
         self.finish_reason = reason
         output = RequestOutput(self.id, finished=True, finish_reason=reason, error=error, stats=stats)
-        output.text = self._stop_text.push(self._detokenizer.flush())[0] + self._stop_text.flush()
+        self._take_rest()
         self._show(output)
         return output
 

@@ -21,6 +21,7 @@ from oasiskv.executor.params import sampling_params
 
 MAX_CLIENTS = 64
 MAX_IN_FLIGHT = 4096  # a client
+_ACCEPT_PAUSE_S = 0.1
 MAX_UNREAD = 16384  # answers a client may leave unread before it is dropped
 _log = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ class ExecutorServer:
     def __init__(self, loop: EngineLoop, socket_path: Path, key: bytes, identity: dict[str, Any]) -> None:
         self.loop = loop
         self.draining = False
+        self._closed = False
         self._identity = {**identity, "pid": os.getpid()}
         self._key = key
         self._path = socket_path
@@ -51,6 +53,7 @@ class ExecutorServer:
             clients = list(self._clients)
         for client in clients:
             client.finish()
+        self._closed = True
         self._listener.close()
         self._path.unlink(missing_ok=True)
 
@@ -72,11 +75,17 @@ class ExecutorServer:
 
     def _accept(self) -> None:
         while True:
+            raw = None
             try:
                 raw, _ = self._listener.accept()
-            except OSError:
-                return  # closed
-            threading.Thread(target=self._greet, args=(raw,), name="oasiskv-reader", daemon=True).start()
+                threading.Thread(target=self._greet, args=(raw,), name="oasiskv-reader", daemon=True).start()
+            except (OSError, RuntimeError) as error:  # out of descriptors or threads: other clients will leave again
+                if self._closed:
+                    return
+                _log.warning("a client could not be accepted: %s", error)
+                if raw:
+                    raw.close()
+                time.sleep(_ACCEPT_PAUSE_S)
 
     def _greet(self, raw: socket.socket) -> None:
         with self._lock:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from oasiskv.checkpoint import ModelConfig
-from oasiskv.errors import CheckpointError
 
 
 def rope_tables(config: ModelConfig, max_seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -19,7 +18,7 @@ def rope_tables(config: ModelConfig, max_seq_len: int) -> tuple[torch.Tensor, to
 
 
 def inverse_frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:
-    """Inverse frequencies [head_size / 2] and the factor on cos and sin. Raises CheckpointError for an unknown kind."""
+    """Inverse frequencies [head_size / 2] and the factor on cos and sin. ModelConfig has checked the scaling."""
     dim, base = config.head_size, config.rotary_base
     plain = 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
     scaling = config.rotary_scaling
@@ -30,9 +29,7 @@ def inverse_frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:
         return plain / scaling["factor"], 1.0
     if kind == "llama3":
         return _llama3(plain, scaling), 1.0
-    if kind == "yarn":
-        return _yarn(plain, base, dim, scaling, config.max_position_embeddings)
-    raise CheckpointError(f"rotary_scaling type {kind!r} is not supported: use default, linear, llama3 or yarn")
+    return _yarn(plain, base, dim, scaling, config.max_position_embeddings)
 
 
 def _llama3(plain: torch.Tensor, s: dict[str, Any]) -> torch.Tensor:

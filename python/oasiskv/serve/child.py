@@ -11,6 +11,8 @@ import threading
 from collections import deque
 from pathlib import Path
 
+from oasiskv.errors import ServeError
+
 _TAIL_LINES = 40
 
 
@@ -21,10 +23,13 @@ class Child:
         self.name = name
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._verbose = verbose
-        self._process = subprocess.Popen(
-            command, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, errors="replace", start_new_session=True,
-        )  # fmt: skip
+        try:
+            self._process = subprocess.Popen(
+                command, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                text=True, errors="replace", start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            raise ServeError(f"the {name} cannot be started in {cwd}: {error}; start the server anew") from None
         self._reader = threading.Thread(target=self._read, name=f"oasiskv-{name}-log", daemon=True)
         self._reader.start()
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from oasiskv.config import EngineConfig
 from oasiskv.errors import ConfigError
 
+_MAX_S = 86400
+
 
 @dataclass(frozen=True)
 class ServeOptions:
@@ -29,6 +31,13 @@ class ServeOptions:
         for flag, port in ports.items():
             if not 1 <= port <= 65535:
                 raise ConfigError(f"{flag} {port}: must be in 1..65535")
+        times = {
+            "--start-deadline": self.start_s, "--probe-every": self.probe_every_s, "--drain": self.drain_s, "probe_deadline_s": self.probe_deadline_s,
+        }  # fmt: skip
+        for flag, seconds in times.items():
+            least = 0 if flag == "--drain" else 0.1
+            if not least <= seconds <= _MAX_S:  # false for NaN
+                raise ConfigError(f"{flag} {seconds:g}: must be in {least:g}..{_MAX_S} seconds")
         if len(set(ports.values())) < len(ports):
             raise ConfigError("--grpc-port, --http-port and --metrics-port must differ")
 

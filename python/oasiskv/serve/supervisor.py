@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import asdict
 from typing import Any
 
-from oasiskv.errors import ConfigError, EngineError, OasisError
+from oasiskv.errors import ConfigError, EngineError, OasisError, ServeError
 from oasiskv.executor.client import ExecutorClient
 from oasiskv.executor.transport import write_key
 from oasiskv.serve import grpc_client, repo, triton
@@ -25,10 +25,6 @@ _TRITON_EXIT_S = 8
 _BUSY_S = 120.0  # an engine with requests in flight that yields nothing for so long hangs
 _RECOVER_S = 60.0
 _MAX_RECOVERIES, _WINDOW_S = 5, 600.0
-
-
-class ServeError(OasisError):
-    """The server did not come up, or cannot be kept up."""
 
 
 class _StopRequested(Exception):

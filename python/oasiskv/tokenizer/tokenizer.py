@@ -10,21 +10,41 @@ from typing import Any
 from oasiskv.errors import CheckpointError, RequestError
 
 
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+
+
 def _json(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
+    text = _read(path)
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} must hold a JSON object, not {type(value).__name__}")
     return value
 
 
-def _text(token: Any) -> str | None:
+def _special(config: dict[str, Any], name: str) -> str | None:
     """Tokenizer configs hold a special token as text or as an object with its text under `content`."""
-    return token.get("content") if isinstance(token, dict) else token
+    token = config.get(name)
+    text = token.get("content") if isinstance(token, dict) else token
+    if text is not None and not isinstance(text, str):
+        raise CheckpointError(f"tokenizer_config.json: {name} = {token!r}: must be text")
+    return text
+
+
+def _eos_ids(generation: dict[str, Any], vocab_size: int) -> list[int]:
+    eos = generation.get("eos_token_id")
+    ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    if not all(type(i) is int and i >= 0 for i in ids):
+        raise CheckpointError(f"generation_config.json: eos_token_id = {eos!r}: must be a token id or a list of them")
+    return [i for i in ids if i < vocab_size]  # heads are padded, configs name ids of the padding
 
 
 def _token_bytes(backend: Any) -> dict[int, bytes] | None:
@@ -51,14 +71,12 @@ class Tokenizer:
 
     def __init__(self, backend: Any, config: dict[str, Any], generation: dict[str, Any], template: str | None) -> None:
         self._backend = backend
-        self._bos = _text(config.get("bos_token"))
-        self._eos = _text(config.get("eos_token"))
+        self._bos, self._eos = _special(config, "bos_token"), _special(config, "eos_token")
         self._template = template
-        eos = generation.get("eos_token_id")
-        ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
-        if not ids and self._eos is not None:
-            ids = [backend.token_to_id(self._eos)]
-        self.eos_ids = frozenset(i for i in ids if i is not None)
+        ids = _eos_ids(generation, backend.get_vocab_size())
+        if not ids and self._eos is not None and (eos := backend.token_to_id(self._eos)) is not None:
+            ids = [eos]
+        self.eos_ids = frozenset(ids)
         bos = backend.token_to_id(self._bos) if self._bos else None
         # Llama 3 says so only in tokenizer.json's own template.
         adds_bos = config.get("add_bos_token", bos is not None and backend.encode("").ids[:1] == [bos])
@@ -82,10 +100,16 @@ class Tokenizer:
         backend.no_padding()
         config = _json(folder / "tokenizer_config.json")
         file = folder / "chat_template.jinja"
-        template = file.read_text(encoding="utf-8") if file.exists() else config.get("chat_template")
+        template = _read(file) if file.exists() else config.get("chat_template")
         if isinstance(template, list):  # several named ones
-            template = next((t["template"] for t in template if t.get("name") == "default"), None)
-        return cls(backend, config, _json(folder / "generation_config.json"), template)
+            named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+            template = named.get("default")
+        if template is not None and not isinstance(template, str):
+            raise CheckpointError(f"{folder / 'tokenizer_config.json'}: chat_template must be text")
+        try:
+            return cls(backend, config, _json(folder / "generation_config.json"), template)
+        except CheckpointError as error:
+            raise CheckpointError(f"{folder}: {error}") from None
 
     @property
     def vocab_size(self) -> int:

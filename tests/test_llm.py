@@ -1,0 +1,116 @@
+"""The LLM class against careless callers: bad prompts, forks, scripts that end without closing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from oasiskv.config import EngineConfig
+from oasiskv.engine.llm import LLM
+from oasiskv.engine.memory import memory_bytes
+from oasiskv.engine.sampling import SamplingParams
+from oasiskv.errors import CapacityError, ConfigError, RequestError
+
+SMALL = {"device_kv_gib": 0.1, "host_kv_gib": 0.1, "max_seq_len": 512}
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    with LLM(**SMALL) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error", "named"),
+    [
+        ([1.5, 2], RequestError, "float"), ([1, "a"], RequestError, "'a'|str"), ([None], RequestError, "NoneType"), (7, RequestError, "int"),
+        ([], RequestError, "empty"), ([1, -1], RequestError, "-1"), ([1, 2**70], RequestError, str(2**70)), ([1] * 600, CapacityError, "512"),
+    ],
+)  # fmt: skip
+def test_a_bad_prompt_hurts_nobody_else(llm: LLM, prompt: object, error: type[Exception], named: str) -> None:
+    running = llm.stream([1, 2, 3], SamplingParams(max_tokens=8, ignore_eos=True))
+    first = next(running)
+    with pytest.raises(error, match=named):
+        llm.generate([prompt, "a good one"])  # type: ignore[list-item]
+    rest = list(running)
+    assert len(first.token_ids) + sum(len(o.token_ids) for o in rest) == 8 and rest[-1].finish_reason == "length"
+
+
+def test_max_tokens_beyond_any_length_is_refused(llm: LLM) -> None:
+    with pytest.raises(CapacityError, match="max_seq_len 512"):
+        llm.generate([[1]], SamplingParams(max_tokens=2**31 - 1))
+
+
+def test_numpy_ids_are_ids(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=4)
+    assert llm.generate([np.array([1, 2, 3])], params)[0].token_ids == llm.generate([[1, 2, 3]], params)[0].token_ids  # type: ignore[list-item]
+
+
+def test_usage_after_an_answer_counts_no_request(llm: LLM) -> None:
+    for _ in range(20):
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
+        usage = llm.usage()
+        assert usage["waiting"] == usage["prefilling"] == usage["decoding"] == usage["preempted"] == 0, usage
+
+
+def test_pools_that_no_machine_has_are_refused() -> None:
+    for options in ({"host_kv_gib": 1e6}, {"device_kv_gib": 1e6}, {"device_kv_gib": memory_bytes() / 2**30}):
+        with pytest.raises(ConfigError, match=rf"{next(iter(options))}.*this machine has"):
+            LLM(EngineConfig(**SMALL | options))
+
+
+SCRIPT = """
+import os, sys
+from oasiskv.engine.llm import LLM
+from oasiskv.engine.sampling import SamplingParams
+llm = LLM(device_kv_gib=0.1, host_kv_gib=0.1)
+stream = llm.stream([1] * 20, SamplingParams(max_tokens=1500, ignore_eos=True))
+next(stream)
+"""
+
+
+def run(body: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", SCRIPT + body], capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_script_may_end_without_closing() -> None:
+    for body in ("", "raise SystemExit(3)"):
+        done = run(body)
+        assert (done.returncode, done.stderr) == (3 if body else 0, "")
+
+
+def test_an_engine_does_not_pass_to_a_forked_child() -> None:
+    done = run(
+        "if os.fork() == 0:\n"
+        "    try: llm.generate([[1, 2]])\n"
+        "    except Exception as error: print(type(error).__name__, error)\n"
+        "    sys.exit(0)\n"
+        "assert os.wait()[1] == 0\n"
+        "print(len(llm.generate([[1, 2]], SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids))\n"
+    )
+    assert done.returncode == 0, done.stderr
+    child, parent = done.stdout.splitlines()
+    assert child.startswith("EngineError") and "child" in child and parent == "3"
+
+
+def test_two_engines_in_one_process(llm: LLM) -> None:
+    """Side by side, from two threads, each answers as it does alone."""
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    prompts = [[i, i + 1, i + 2] * 10 for i in range(1, 5)]
+    alone = [r.token_ids for r in llm.generate(prompts, params)]
+    answers: dict[int, list[list[int]]] = {}
+
+    def ask(number: int, engine: LLM) -> None:
+        answers[number] = [r.token_ids for r in engine.generate(prompts, params)]
+
+    with LLM(**SMALL) as other:
+        threads = [threading.Thread(target=ask, args=(i, e)) for i, e in enumerate((llm, other))]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join(60)
+    assert answers == {0: alone, 1: alone}
