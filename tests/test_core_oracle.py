@@ -425,7 +425,7 @@ def test_preemption_when_several_turn_sparse_together() -> None:
             heads=1,
             group=1,
             dim=64,
-            spare_pages=int(rng.integers(0, 25)),
+            spare_pages=int(rng.integers(0, 8)),
             max_num_tokens=512,
             accept=False,
             draft_chance=0.2,
@@ -436,7 +436,7 @@ def test_preemption_when_several_turn_sparse_together() -> None:
             case.run()
         except AssertionError as e:
             raise AssertionError(f"seed {seed}, {shape}: {e}") from e
-    assert totals.preemptions > 50 and totals.preempted_before_sparsify > 5 and totals.sparse_steps > 0, totals
+    assert totals.preemptions > 30 and totals.preempted_before_sparsify > 5 and totals.sparse_steps > 0, totals
 
 
 def test_cancels_and_delayed_transfers() -> None:

@@ -17,7 +17,7 @@ namespace {
 const float* in(uintptr_t p) { return reinterpret_cast<const float*>(p); }
 float* out(uintptr_t p) { return reinterpret_cast<float*>(p); }
 
-int g_threads = 1;
+thread_local int g_threads = 1;  // of the engine that this thread drives
 
 class PackedWeight {
  public:
@@ -75,7 +75,7 @@ py::dict usage_dict(const Usage& u) {
   return py::dict("device_pages"_a = u.device_pages, "device_pages_free"_a = u.device_pages_free, "host_blocks"_a = u.host_blocks,
                   "host_blocks_free"_a = u.host_blocks_free, "summary_pages"_a = u.summary_pages,
                   "summary_pages_free"_a = u.summary_pages_free, "waiting"_a = u.waiting, "prefilling"_a = u.prefilling,
-                  "decoding"_a = u.decoding, "preempted"_a = u.preempted, "retired"_a = u.retired);
+                  "decoding"_a = u.decoding, "preempted"_a = u.preempted);
 }
 
 const char* kind_name(RowKind k) { return k == RowKind::kPrefill ? "prefill" : k == RowKind::kDense ? "dense" : "sparse"; }
@@ -134,8 +134,7 @@ PYBIND11_MODULE(_core, m) {
       .def_readwrite("trace", &CoreConfig::trace)
       .def_readwrite("transfer_delay_us", &CoreConfig::transfer_delay_us)
       .def_readwrite("fault_seed", &CoreConfig::fault_seed)
-      .def_property_readonly("page_bytes", [](const CoreConfig& c) { return c.page_floats() * sizeof(float); })
-      .def_property_readonly("block_head_bytes", [](const CoreConfig& c) { return c.block_head_floats() * sizeof(float); });
+      .def_property_readonly("page_bytes", [](const CoreConfig& c) { return c.page_floats() * sizeof(float); });
 
   py::class_<RowGroup>(m, "RowGroup")
       .def_readonly("id", &RowGroup::id)
@@ -149,8 +148,8 @@ PYBIND11_MODULE(_core, m) {
       .def(py::init([](const CoreConfig& c, uintptr_t cos, uintptr_t sin) { return std::make_unique<Core>(c, in(cos), in(sin)); }))
       .def("check", &Core::check)
       .def("submit", &Core::submit)
-      .def("end", &Core::end)
-      .def("begin_step", &Core::begin_step)
+      .def("end", &Core::end, nogil())
+      .def("begin_step", &Core::begin_step, nogil())
       .def("plan", &plan_groups, nogil())
       .def("forward", [](Core& c, int layer, uintptr_t qkv, uintptr_t y) { c.forward(layer, in(qkv), out(y)); }, nogil())
       .def("commit", &Core::commit)
@@ -166,9 +165,14 @@ PYBIND11_MODULE(_core, m) {
       })
       .def("usage", [](Core& c) { return usage_dict(c.usage()); })
       .def("take_trace", [](Core& c) {
-        c.drain();
+        std::vector<TraceRecord> records;
+        {
+          py::gil_scoped_release release;
+          c.drain();
+          records = c.take_trace();
+        }
         py::list l;
-        for (const TraceRecord& r : c.take_trace()) l.append(trace_dict(r));
+        for (const TraceRecord& r : records) l.append(trace_dict(r));
         return l;
       });
 }

@@ -18,6 +18,7 @@ CoreConfig validated(CoreConfig c) {
 
 Core::Core(CoreConfig config, const float* cos, const float* sin)
     : config_(validated(std::move(config))),
+      summary_kind_(summary_kind_from(config_.summary)),
       ops_(cpu_ops()),
       pools_(config_),
       cos_(cos, cos + config_.max_seq_len * config_.head_dim / 2),
@@ -33,6 +34,7 @@ Core::~Core() {
     return;
   }
   if (step_) finish_layers();
+  background_.reset();  // its jobs name sequences that the scheduler owns
 }
 
 std::vector<std::pair<RequestId, int>> Core::begin_step() {
@@ -76,7 +78,7 @@ std::vector<Fill> Core::settle_group(const RowGroup& g, int layer) {
     const LogicalBlock block(b);
     for (int h = 0; h < config_.num_kv_heads; ++h) {
       const float* from = pools_.device.block_head(layer, g.seq->page_of_open_block(block), h);
-      ops_.summarize(summary_kind_from(config_.summary), from, config_.head_dim, g.seq->summary(layer, h, block));
+      ops_.summarize(summary_kind_, from, config_.head_dim, g.seq->summary(layer, h, block));
       if (g.kind != RowKind::kSparse) continue;
       HeadMap& map = g.seq->map(layer, h);
       Fill fill;
@@ -162,12 +164,11 @@ bool Core::end(RequestId id) {
 SequenceStats Core::stats(RequestId id) {
   const Request* r = scheduler_->find(id);
   if (!r || !r->seq) return {};
-  background_->wait_step(r->last_step);
+  background_->wait_done(r->last_step);
   return r->seq->stats;
 }
 
 Usage Core::usage() {
-  scheduler_->reap();
   return {pools_.device.ids.size(),
           pools_.device.ids.free_count(),
           pools_.host.ids.size(),
@@ -177,8 +178,7 @@ Usage Core::usage() {
           scheduler_->count(RequestState::kWaiting),
           scheduler_->count(RequestState::kPrefill),
           scheduler_->count(RequestState::kDecode),
-          scheduler_->count(RequestState::kPreempted),
-          scheduler_->retired()};
+          scheduler_->count(RequestState::kPreempted)};
 }
 
 }  // namespace oasis

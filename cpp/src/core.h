@@ -1,4 +1,4 @@
-// The core's face: scheduler, attention and background behind five calls. One thread drives it (docs/design.md, section 8).
+// The core's face: scheduler, layers and background. One thread drives it (docs/design.md, section 8).
 #pragma once
 
 #include <map>
@@ -12,7 +12,7 @@ namespace oasis {
 
 struct Usage {
   int64_t device_pages, device_pages_free, host_blocks, host_blocks_free, summary_pages, summary_pages_free;
-  int64_t waiting, prefilling, decoding, preempted, retired;
+  int64_t waiting, prefilling, decoding, preempted;
 };
 
 class Core {
@@ -36,7 +36,6 @@ class Core {
   Usage usage();
   void drain() { scheduler_->drain(); }
   std::vector<TraceRecord> take_trace() { return background_->take_trace(); }
-  const CoreConfig& config() const { return config_; }
 
  private:
   void finish_layers();
@@ -46,6 +45,7 @@ class Core {
   void attend(int layer, float* out);
 
   CoreConfig config_;
+  SummaryKind summary_kind_;
   const Ops& ops_;
   Pools pools_;
   std::vector<float> cos_, sin_;

@@ -1,4 +1,4 @@
-// The four ids of the core. Each is its own type: a host block can never be used as a device page.
+// The ids of the core. Each is its own type: a host block can never be used as a device page.
 #pragma once
 
 #include <compare>

@@ -16,7 +16,6 @@ class HeadMap {
 
   int slots() const { return static_cast<int>(block_.size()); }
   LogicalBlock block(Slot s) const { return block_[s.value]; }
-  int64_t last_selected(Slot s) const { return last_[s.value]; }
   Slot find(LogicalBlock b) const { return slot_of_[b.value]; }
 
   void touch(Slot s, int64_t step) { last_[s.value] = step; }

@@ -26,15 +26,9 @@ DevicePool::DevicePool(const CoreConfig& c)
 HostPool::HostPool(const CoreConfig& c)
     : ids(c.host_blocks),
       memory_(c.host_blocks * c.page_floats(), "host KV pool"),
-      entries_(c.host_blocks),
+      complete_(c.host_blocks),
       unit_floats_(c.page_floats()),
       block_head_floats_(c.block_head_floats()) {}
-
-void HostPool::begin_owner(HostBlock b) {
-  Entry& e = entries_[b.value];
-  ++e.generation;
-  e.complete = false;
-}
 
 SummaryPool::SummaryPool(const CoreConfig& c)
     : ids(summary_pages_for(c)),

@@ -25,8 +25,7 @@ class DevicePool {
   int64_t page_floats_, block_head_floats_;
 };
 
-// [host_block][kv_head][K|V][16][D]. A unit's generation grows with each owner; it is complete once the write-through has ended,
-// and only a complete unit may be fetched. Reference counts and checksums come with the sharing of units.
+// [host_block][kv_head][K|V][16][D]. A unit is complete once its write-through has ended; only a complete one may be fetched.
 class HostPool {
  public:
   explicit HostPool(const CoreConfig& c);
@@ -35,17 +34,13 @@ class HostPool {
 
   float* unit(HostBlock b) const { return memory_.data() + b.value * unit_floats_; }
   float* block_head(HostBlock b, int head) const { return unit(b) + head * block_head_floats_; }
-  void begin_owner(HostBlock b);
-  void mark_complete(HostBlock b) { entries_[b.value].complete = true; }
-  bool complete(HostBlock b) const { return entries_[b.value].complete; }
+  void mark_incomplete(HostBlock b) { complete_[b.value] = false; }  // it has a new owner
+  void mark_complete(HostBlock b) { complete_[b.value] = true; }
+  bool complete(HostBlock b) const { return complete_[b.value]; }
 
  private:
-  struct Entry {
-    uint32_t generation = 0;
-    bool complete = false;
-  };
   Memory memory_;
-  std::vector<Entry> entries_;
+  std::vector<uint8_t> complete_;  // bytes: the transfer worker sets some while the scheduler clears others
   int64_t unit_floats_, block_head_floats_;
 };
 

@@ -32,7 +32,7 @@ bool SequenceKv::reserve() {
   const int64_t summaries = config_.sparse_enabled ? div_up(max_blocks_, kSummaryBlocks) : 0;
   if (pools_.summary.ids.free_count() < summaries) return false;
   if (!pools_.host.ids.take_all(max_blocks_ * layers_, host_)) return false;
-  for (HostBlock b : host_) pools_.host.begin_owner(b);
+  for (HostBlock b : host_) pools_.host.mark_incomplete(b);
   return pools_.summary.ids.take_all(summaries, summary_pages_);
 }
 
@@ -67,7 +67,7 @@ float* SequenceKv::summary(int layer, int head, LogicalBlock b) const {
 void SequenceKv::sparsify(std::vector<std::vector<LogicalBlock>>& chosen, int64_t complete, int64_t step) {
   const int64_t slots = std::min<int64_t>(config_.top_k_blocks, complete);
   const size_t bytes = config_.block_head_floats() * sizeof(float);
-  maps_.assign(static_cast<size_t>(layers_) * heads_, HeadMap(max_slots_, max_blocks_));
+  for (int i = 0; i < layers_ * heads_; ++i) maps_.emplace_back(max_slots_, max_blocks_);
   for (int l = 0; l < layers_; ++l)
     for (int h = 0; h < heads_; ++h) {
       std::vector<LogicalBlock>& keep = chosen[l * heads_ + h];

@@ -30,6 +30,7 @@ class SequenceKv {
   bool reserve();
   bool grow_pages(int64_t total);  // dense: pages for `total` blocks; sparse: `total` slots
   bool in_sparse() const { return sparse_; }
+  const std::vector<DevicePage>& pages() const { return pages_; }  // dense: by block; sparse: by slot
   int64_t max_slots() const { return max_slots_; }
   int64_t complete_blocks() const { return committed / kBlockTokens; }
   // The pages that attention reads, in order, for a step whose last position is `last_position`.
@@ -43,12 +44,10 @@ class SequenceKv {
 
   // Turns dense into sparse: `chosen[layer * heads + head]` are the blocks to keep. Both local pages must exist: grow_pages first.
   void sparsify(std::vector<std::vector<LogicalBlock>>& chosen, int64_t complete, int64_t step);
-  int64_t pages_to_sparsify(int64_t complete) const { return complete + 2; }
 
   void save_to_host();            // preemption: open blocks and summaries; frees all device memory
   int64_t pages_to_restore() const;
   bool restore_from_host();       // false: not enough pages, nothing changed
-  bool saved() const { return saved_ != nullptr; }
 
   int64_t committed = 0;  // tokens whose KV exists and stays
   int64_t settled = 0;    // complete blocks that are summarised and queued for the host
@@ -72,15 +71,12 @@ class SequenceKv {
   int layers_, heads_;
   int64_t max_blocks_, max_slots_;
   bool sparse_ = false;
-  std::vector<DevicePage> pages_;  // dense: by block; sparse: by slot
+  std::vector<DevicePage> pages_;
   std::array<DevicePage, 2> local_;
   std::vector<HostBlock> host_;
   std::vector<SummaryPage> summary_pages_;
   std::vector<HeadMap> maps_;
   std::unique_ptr<Saved> saved_;
-
- public:
-  const std::vector<DevicePage>& pages() const { return pages_; }
 };
 
 }  // namespace oasis

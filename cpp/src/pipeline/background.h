@@ -1,7 +1,6 @@
 // The background of a step: predict, select, write through, fetch. One predictor and one transfer worker; events per layer.
 #pragma once
 
-#include <atomic>
 #include <exception>
 #include <memory>
 #include <random>
@@ -38,7 +37,8 @@ class Background {
   void attended(int layer, int64_t step) { attended_[layer].record(step); }
   void wait_transfer(int layer, int64_t step);  // rethrows what a worker threw
   void wait_step(int64_t step) { wait_transfer(config_.num_layers - 1, step); }
-  bool step_done(int64_t step) { return transferred_.back().reached(step); }
+  // The same, whether or not a worker failed: nothing of the step touches its requests any more.
+  void wait_done(int64_t step) { transferred_.back().wait(step); }
 
   std::vector<TraceRecord> take_trace() { return trace_.take(); }
 

@@ -21,11 +21,6 @@ class StepEvent {
     changed_.wait(lock, [&] { return step_ >= step; });
   }
 
-  bool reached(int64_t step) {
-    std::lock_guard lock(mutex_);
-    return step_ >= step;
-  }
-
  private:
   std::mutex mutex_;
   std::condition_variable changed_;

@@ -19,7 +19,7 @@ struct RowGroup {
   int drafts = 0;
   int logits_rows = 0;  // rows whose logits the caller needs: prefill's last row, or the first ones of a decode group
 
-  SequenceKv* seq = nullptr;        // owned by the request, or by the scheduler's retired list until the background is through
+  SequenceKv* seq = nullptr;        // its request does not end before the background is through
   int64_t row0 = 0;                 // first row in the step's packed arrays
   std::vector<int32_t> pages;       // reading order
   int64_t visible = 0;              // tokens that row 0 sees

@@ -26,7 +26,7 @@ void Scheduler::check(int64_t prompt_tokens, int64_t max_new_tokens) const {
     throw CapacityError(what + " exceeds max_seq_len " + std::to_string(config_.max_seq_len) + ": shorten the prompt or lower max_tokens");
   const int64_t max_tokens = prompt_tokens + max_new_tokens;
   if (pages_alone(prompt_tokens, max_new_tokens) > config_.device_pages)
-    throw CapacityError(what + " needs " + std::to_string(pages_alone(prompt_tokens, max_new_tokens)) + " device pages for its dense part, the pool has " +
+    throw CapacityError(what + " needs " + std::to_string(pages_alone(prompt_tokens, max_new_tokens)) + " device pages, the pool has " +
                         std::to_string(config_.device_pages) + ": raise device_kv_gib or shorten the prompt");
   const int64_t host = blocks_for(max_tokens) * config_.num_layers;
   if (host > config_.host_blocks)
@@ -51,22 +51,12 @@ void Scheduler::submit(RequestId id, int64_t prompt_tokens, int64_t max_new_toke
 bool Scheduler::end(RequestId id) {
   const auto at = std::find_if(requests_.begin(), requests_.end(), [&](const auto& r) { return r->id == id; });
   if (at == requests_.end()) return false;
-  if ((*at)->seq) retired_.push_back({(*at)->last_step, std::move((*at)->seq)});
+  background_.wait_done((*at)->last_step);
   requests_.erase(at);
-  reap();
   return true;
 }
 
-void Scheduler::reap() {
-  std::erase_if(retired_, [&](const Retired& r) { return r.step == 0 || background_.step_done(r.step); });
-}
-
-void Scheduler::drain() {
-  background_.wait_step(step_);
-  reap();
-}
-
-const Request* Scheduler::find(RequestId id) const {
+Request* Scheduler::find(RequestId id) {
   for (const auto& r : requests_)
     if (r->id == id) return r.get();
   return nullptr;
@@ -108,8 +98,6 @@ void Scheduler::preempt(Request& r) {
 // Pages for `r`, preempting the youngest running request while there are too few; false when that was `r` itself.
 bool Scheduler::make_room(Request& r, int64_t total_pages) {
   while (!r.seq->grow_pages(total_pages)) {
-    reap();
-    if (r.seq->grow_pages(total_pages)) return true;
     const auto youngest = std::find_if(requests_.rbegin(), requests_.rend(), [](const auto& q) { return q->running(); });
     preempt(**youngest);
     if (youngest->get() == &r) return false;
@@ -121,10 +109,10 @@ void Scheduler::take_first_choices() {
   for (size_t i = 0; last_plan_ && i < last_plan_->groups.size(); ++i) {
     const RowGroup& g = last_plan_->groups[i];
     if (!g.predicts || g.kind != RowKind::kDense) continue;
-    const auto at = std::find_if(requests_.begin(), requests_.end(), [&](const auto& r) { return r->id == g.id; });
-    if (at == requests_.end()) continue;  // it has ended
+    Request* r = find(g.id);
+    if (!r) continue;  // it has ended
     background_.wait_step(last_plan_->step);
-    (*at)->first_choice = FirstChoice{std::move(last_plan_->first_choice[i]), g.settle_to, last_plan_->step};
+    r->first_choice = FirstChoice{std::move(last_plan_->first_choice[i]), g.settle_to, last_plan_->step};
   }
   last_plan_.reset();
 }
@@ -139,10 +127,13 @@ void Scheduler::turn_sparse() {
   }
 }
 
+// Whether a page for each running request is left after taking `pages`: else their next ones would preempt the newcomer at once.
+bool Scheduler::leaves_room(int64_t pages) const { return pools_.device.ids.free_count() >= pages + running(); }
+
 void Scheduler::resume_one() {
   for (const auto& r : requests_) {
     if (r->state != RequestState::kPreempted) continue;
-    if (running() < config_.max_batch_size && r->seq->restore_from_host()) r->state = r->resume_to;
+    if (running() < config_.max_batch_size && leaves_room(r->seq->pages_to_restore()) && r->seq->restore_from_host()) r->state = r->resume_to;
     return;  // oldest first: a younger one must not overtake it
   }
 }
@@ -152,7 +143,7 @@ void Scheduler::admit() {
   for (const auto& r : requests_) {
     if (r->state != RequestState::kWaiting) continue;
     if (running() >= config_.max_batch_size) return;
-    if (pools_.device.ids.free_count() < blocks_for(r->prompt_tokens)) return;
+    if (!leaves_room(blocks_for(r->prompt_tokens))) return;
     auto seq = std::make_unique<SequenceKv>(config_, pools_, r->max_tokens());
     if (!seq->reserve()) return;
     seq->grow_pages(blocks_for(r->prompt_tokens));
@@ -164,9 +155,7 @@ void Scheduler::admit() {
 // Who drafts must be settled before the drafts are asked for: a request that resumes later would decode its first step without,
 // and its selections would depend on the batch it is in.
 std::vector<std::pair<RequestId, int>> Scheduler::begin_step() {
-  reap();
   take_first_choices();
-  if (running() == 0) drain();  // nothing else would wake the caller for what the retired still hold
   resume_one();
   turn_sparse();
   begun_ = true;
@@ -193,6 +182,7 @@ std::shared_ptr<StepPlan> Scheduler::plan(const std::map<RequestId, int>& drafts
   for (size_t i = 0; i < plan->groups.size(); ++i)
     if (plan->groups[i].predicts && plan->groups[i].kind == RowKind::kDense)
       plan->first_choice[i].resize(static_cast<size_t>(config_.num_layers) * config_.num_kv_heads);
+  for (const RowGroup& g : plan->groups) find(g.id)->last_step = plan->step;
   step_ = plan->step;
   last_plan_ = plan;
   return plan;
@@ -242,15 +232,12 @@ void Scheduler::add_group(StepPlan& plan, Request& r, RowGroup g) {
   g.staged_rows = g.predicts ? std::max(1, g.drafts) : 0;
   plan.rows += g.rows;
   plan.staged_rows += g.staged_rows;
-  r.last_step = plan.step;
   plan.groups.push_back(std::move(g));
 }
 
 void Scheduler::commit(const StepPlan& plan, const std::map<RequestId, int>& new_tokens) {
   for (const RowGroup& g : plan.groups) {
-    const auto at = std::find_if(requests_.begin(), requests_.end(), [&](const auto& r) { return r->id == g.id; });
-    if (at == requests_.end()) continue;  // ended during the step
-    Request& r = **at;
+    Request& r = *find(g.id);
     int yielded = 0;
     if (g.logits_rows > 0) {
       const auto n = new_tokens.find(g.id);

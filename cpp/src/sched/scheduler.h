@@ -20,27 +20,19 @@ class Scheduler {
   // Throws CapacityError for what could never run here, even alone. Reads sizes only: any thread may call it.
   void check(int64_t prompt_tokens, int64_t max_new_tokens) const;
   void submit(RequestId id, int64_t prompt_tokens, int64_t max_new_tokens);
-  bool end(RequestId id);  // false if unknown
+  bool end(RequestId id);  // waits until the background has let go of it; false if unknown
   // Settles who decodes in the next step (one resumes, some turn sparse); how many draft rows each of them may use.
   std::vector<std::pair<RequestId, int>> begin_step();
   // The next step, or null when nothing can run. `drafts`: draft rows the caller has for each request. After begin_step().
   std::shared_ptr<StepPlan> plan(const std::map<RequestId, int>& drafts);
   // The step is over: how many tokens each group with logits yielded.
   void commit(const StepPlan& plan, const std::map<RequestId, int>& new_tokens);
-  void reap();   // frees ended requests whose background is through
-  void drain();  // waits for the background, then reaps
+  void drain() { background_.wait_step(step_); }
 
-  const Request* find(RequestId id) const;
+  Request* find(RequestId id);
   int64_t count(RequestState state) const;
-  int64_t retired() const { return static_cast<int64_t>(retired_.size()); }
-  int64_t last_step() const { return step_; }
 
  private:
-  struct Retired {
-    int64_t step;
-    std::unique_ptr<SequenceKv> seq;
-  };
-
   int64_t pages_alone(int64_t prompt_tokens, int64_t max_new_tokens) const;
   std::vector<std::pair<RequestId, int>> draft_wanted() const;
   bool selects_first(const Request& r) const;
@@ -48,6 +40,7 @@ class Scheduler {
   void turn_sparse();
   void resume_one();
   void admit();
+  bool leaves_room(int64_t pages) const;
   bool make_room(Request& r, int64_t total_pages);
   void preempt(Request& r);
   void add_decode(StepPlan& plan, Request& r, int drafts);
@@ -59,7 +52,6 @@ class Scheduler {
   Pools& pools_;
   Background& background_;
   std::deque<std::unique_ptr<Request>> requests_;  // oldest first
-  std::deque<Retired> retired_;
   int64_t step_ = 0;
   std::shared_ptr<StepPlan> last_plan_;
   bool begun_ = false;  // begin_step() without its plan()

@@ -61,7 +61,8 @@ static void attend_split(const TileView& t, const float* qt, int64_t page_begin,
       for (int j = 0; j < 8; ++j) s[j0 + j] = part[j];
     }
     int tokens = kBlockTokens;
-    if ((p + 1) * kBlockTokens > all_see) {
+    const bool masked = (p + 1) * kBlockTokens > all_see;
+    if (masked) {
       const int64_t last_row = (t.lane0 + t.lanes - 1) / a.group;
       const int64_t seen = t.seg->visible + last_row - p * kBlockTokens;
       tokens = seen < kBlockTokens ? static_cast<int>(seen) : kBlockTokens;
@@ -77,7 +78,7 @@ static void attend_split(const TileView& t, const float* qt, int64_t page_begin,
       l = l + s[j];
     }
     m = top;
-    if (tokens == kBlockTokens) {
+    if (!masked) {
       for (int d = 0; d < dim; d += 8) {
         Vec o[8];
         for (int i = 0; i < 8; ++i) o[i] = load(acc + (d + i) * kLanes) * corr;
@@ -88,7 +89,8 @@ static void attend_split(const TileView& t, const float* qt, int64_t page_begin,
     } else {
       for (int d = 0; d < dim; ++d) {
         Vec o = load(acc + d * kLanes) * corr;
-        for (int j = 0; j < tokens; ++j) o = o + s[j] * values[j * dim + d];
+        // Not just a weight of 0: a value that a lane must not see may be NaN.
+        for (int j = 0; j < tokens; ++j) o = s[j] == Vec{} ? o : o + s[j] * values[j * dim + d];
         store(acc + d * kLanes, o);
       }
     }

@@ -1,4 +1,6 @@
 // A NaN in one query head or draft row ranks the blocks the same wherever it stands: all scores are NaN, so the lower block first.
+// A draft row that is NaN all over does not reach the normal row's output.
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -19,8 +21,14 @@ std::vector<float> rows(int count) {
   return qkv;
 }
 
-// The blocks of the first selection when the query of `head` in draft row `row` is NaN; none is for row < 0.
-std::vector<LogicalBlock> first_choice(const std::string& combine, int row, int head) {
+struct Outcome {
+  std::vector<LogicalBlock> first_choice;
+  std::vector<float> normal_row;
+};
+
+// What comes of a first selection when the query of `head` in draft row `row` is NaN, or for head kAll the whole row; none is for row < 0.
+constexpr int kAll = -1;
+Outcome run(const std::string& combine, int row, int head) {
   CoreConfig c;
   c.num_layers = c.num_kv_heads = 1;
   c.num_q_heads = kGroup;
@@ -46,13 +54,13 @@ std::vector<LogicalBlock> first_choice(const std::string& combine, int row, int 
   core.begin_step();
   core.plan({{1, 2}});
   std::vector<float> qkv = rows(3);
-  if (row >= 0)
-    for (int d = 0; d < kDim; ++d) qkv[(1 + row) * kRow + head * kDim + d] = std::nanf("");
+  const int from = head == kAll ? 0 : head * kDim, floats = head == kAll ? kRow : kDim;
+  if (row >= 0) std::fill_n(qkv.begin() + (1 + row) * kRow + from, floats, std::nanf(""));
   core.forward(0, qkv.data(), out.data());
   core.commit({{1, 1}});
   core.drain();
   for (const TraceRecord& r : core.take_trace())
-    if (r.first) return r.selection.predicted;
+    if (r.first) return {r.selection.predicted, {out.begin(), out.begin() + kGroup * kDim}};
   return {};
 }
 
@@ -61,16 +69,22 @@ std::vector<LogicalBlock> first_choice(const std::string& combine, int row, int 
 int main() {
   const std::vector<LogicalBlock> ascending = {LogicalBlock(0), LogicalBlock(1), LogicalBlock(2), LogicalBlock(3)};
   for (const char* combine : {"max", "sum", "softmax_sum"}) {
-    if (first_choice(combine, -1, 0) == ascending) {
-      std::fprintf(stderr, "nan_scores: %s: the clean choice must differ from the lowest blocks\n", combine);
+    const Outcome clean = run(combine, -1, 0);
+    if (clean.first_choice == ascending) {
+      std::fprintf(stderr, "nan_rows: %s: the clean choice must differ from the lowest blocks\n", combine);
       return 1;
     }
-    for (int row = 0; row < 2; ++row)
+    for (int row = 0; row < 2; ++row) {
+      if (run(combine, row, kAll).normal_row != clean.normal_row) {
+        std::fprintf(stderr, "nan_rows: %s: draft row %d changed the normal row\n", combine, row);
+        return 1;
+      }
       for (int head = 0; head < kGroup; ++head)
-        if (first_choice(combine, row, head) != ascending) {
-          std::fprintf(stderr, "nan_scores: %s: row %d, head %d changed the order\n", combine, row, head);
+        if (run(combine, row, head).first_choice != ascending) {
+          std::fprintf(stderr, "nan_rows: %s: row %d, head %d changed the order\n", combine, row, head);
           return 1;
         }
+    }
   }
   std::printf("ok\n");
   return 0;
