@@ -14,7 +14,7 @@ from oasiskv.engine.sampling import SamplingParams
 from oasiskv.engine.sequence import RequestOutput
 from oasiskv.errors import CapacityError, EngineError
 
-SMALL = {"top_k_blocks": 4, "sparse_from": 144, "device_kv_gib": 0.02, "host_kv_gib": 0.1, "max_batch_size": 8, "max_seq_len": 256}
+SMALL = {"top_k_blocks": 4, "sparse_from": 144, "device_kv_gib": 0.018, "host_kv_gib": 0.1, "max_batch_size": 8, "max_seq_len": 256}
 
 
 def wait_until_baseline(loop: EngineLoop) -> dict:
@@ -130,7 +130,7 @@ def test_preempted_requests_give_the_same_answer(prose_ids: list[int]) -> None:
     """Eight requests that do not fit together equal the same eight with room for all."""
     prompts = [prose_ids[i * 500 : i * 500 + 100 + i] for i in range(8)]
     answers, preempted = [], 0
-    for gib in (0.02, 0.5):
+    for gib in (0.018, 0.5):
         loop = EngineLoop(EngineConfig(**SMALL | {"device_kv_gib": gib, "host_kv_gib": 0.5}))
         texts: dict[int, list[int]] = {}
         left = threading.Semaphore(0)
