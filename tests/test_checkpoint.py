@@ -157,6 +157,7 @@ def test_a_broken_config_is_named(checkpoint, text):
         ({"rotary_scaling": {"type": "yarn", "factor": 2, "beta_fast": "x"}}, "beta_fast"),
         ({"rotary_scaling": {"type": ["yarn"], "factor": 2}}, "type"), ({"rotary_base": 10**400}, "rotary_base"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers"), ({"max_position_embeddings": 10**12}, "max_position_embeddings"),
+        ({"rotary_pct": 0.5}, "rotary_pct"), ({"sliding_window": 4096}, "sliding_window"),
     ],
     ids=str,
 )  # fmt: skip
@@ -349,7 +350,7 @@ def test_gguf_and_hf_give_the_same_weights(checkpoint, tmp_path, arch):
         ({"rope.scaling.type": "yarn"}, "yarn"), ({"skip": ("blk.1.ffn_up.weight",)}, r"blk\.1\.ffn_up\.weight"),
         ({"skip": ("block_count",)}, "block_count"), ({"merge": "# !"}, "merges"), ({"attention.head_count": 0}, "head_count"),
         ({"attention.head_count": "4"}, "head_count"), ({"context_length": 2**31}, "max_position_embeddings"),
-        ({"bos": VOCAB}, "bos_token_id"), ({"types": [1]}, "token_type"),
+        ({"rope.scale_linear": 2}, "scale_linear"), ({"rope.dimension_count": 4}, "dimension_count"), ({"bos": VOCAB}, "bos_token_id"), ({"types": [1]}, "token_type"),
     ],
     ids=str,
 )  # fmt: skip

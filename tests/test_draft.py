@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 
 import pytest
 import torch
@@ -49,16 +48,6 @@ def test_ngram_keeps_requests_apart_and_forgets():
     drafter.forget(1)
     drafter.forget(1)
     assert drafter.propose([DraftRequest(1, b, 1), DraftRequest(2, b, 1)]) == [[9], [9]]
-
-
-def test_ngram_steps_do_not_slow_down_with_the_context():
-    drafter, tokens = NgramDrafter(), [i * 7919 % 5003 for i in range(200_000)]
-    drafter.propose([DraftRequest(1, tokens, 4)])
-    begin = time.perf_counter()
-    for i in range(100):
-        tokens.append(i)
-        drafter.propose([DraftRequest(1, tokens, 4)])
-    assert time.perf_counter() - begin < 0.5  # indexing all of it anew takes that long each time
 
 
 def test_previous_drafts_nothing():
@@ -136,7 +125,13 @@ def test_model_drafts_are_its_greedy_continuation(folder, drafter):
 def test_model_drafts_across_prefill_chunks(folder, drafter, monkeypatch):
     monkeypatch.setattr("oasiskv.draft.model._CHUNK", 7)
     tokens = [i * 13 % VOCAB for i in range(50)]
-    assert drafter.propose([DraftRequest(1, tokens, 2)]) == [greedy(folder, tokens, 2)]
+    turns = [drafter.propose([DraftRequest(1, tokens, 2)])[0] for _ in range(8)]
+    assert turns == [[]] * 7 + [greedy(folder, tokens, 2)]  # one chunk a turn: a long prompt does not hold up the others
+
+
+def test_a_token_that_the_draft_model_does_not_know_has_no_drafts(drafter):
+    """The target's head may be padded further than the draft model's."""
+    assert drafter.propose([DraftRequest(1, [1, VOCAB, 2], 2), DraftRequest(2, [1, 2], 1)])[0] == []
 
 
 def test_model_drafter_stays_within_its_memory(folder):

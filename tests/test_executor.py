@@ -89,7 +89,9 @@ def test_text_and_token_prompts_answer_alike(executor: Executor) -> None:
 @pytest.mark.parametrize(
     ("params", "named"),
     [({"max_tokens": 0}, "max_tokens"), ({"max_tokens": 10**6}, "max_seq_len"), ({"nonsense": 1}, "nonsense"), ({"top_p": "x"}, "top_p"),
-     ({"stop_word_ids": [[-1]]}, "stop_word_ids"), ({"stop": 5}, ""), ({"end_id": "x"}, "end_id")],
+     ({"stop_word_ids": [[-1]]}, "stop_word_ids"), ({"stop": 5}, "stop"), ({"stop": 0}, "stop"), ({"stop_word_ids": False}, "stop_word_ids"), ({"stop": ["x"] * 65}, "stop"),
+     ({"stop_word_ids": [[1]] * 65}, "stop_word_ids"), ({"logprobs": 1}, "logprobs"), ({"end_id": 10**6}, "end_id"),
+     ({"top_p": "x" * 10**7}, "top_p"), ({"end_id": "x"}, "end_id")],
 )  # fmt: skip
 def test_a_bad_request_fails_alone(executor: Executor, params: dict[str, object], named: str) -> None:
     with executor.client() as client:
@@ -155,6 +157,19 @@ def test_a_bad_frame_drops_only_its_sender(executor: Executor, frame: bytes) -> 
         with pytest.raises((EOFError, OSError)):
             raw.recv_bytes()
         assert submit(bystander)[1].wait().finish_reason == "length"
+
+
+def test_only_a_dead_executors_socket_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("mine")
+    with pytest.raises(ConfigError, match="not a socket"):
+        transport.listen(path)
+    assert path.read_text() == "mine"
+    living = transport.listen(tmp_path / "s")
+    with pytest.raises(ConfigError, match="another executor"):
+        transport.listen(tmp_path / "s")
+    living.close()
+    transport.listen(tmp_path / "s").close()
 
 
 def test_strangers_are_kept_out(executor: Executor, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from oasiskv.engine.sampling import SamplingParams
 from oasiskv.engine.sequence import RequestOutput
 from oasiskv.errors import CapacityError, EngineError
 
-SMALL = {"top_k_blocks": 4, "sparse_from": 144, "device_kv_gib": 0.018, "host_kv_gib": 0.1, "max_batch_size": 8, "max_seq_len": 256}
+SMALL = {"top_k_blocks": 4, "sparse_from": 144, "device_kv_gib": 0.0125, "host_kv_gib": 0.1, "max_batch_size": 8, "max_seq_len": 256}
 
 
 def wait_until_baseline(loop: EngineLoop) -> dict:
@@ -39,7 +39,6 @@ def test_random_endings_over_small_pools(prose_ids: list[int]) -> None:
     reasons: Counter[str] = Counter()
     preemptions = 0
     room = threading.Semaphore(24)
-    over = threading.Event()
     total = 500
 
     def on_output(output: RequestOutput) -> None:
@@ -69,13 +68,12 @@ def test_random_endings_over_small_pools(prose_ids: list[int]) -> None:
     for i in range(total):
         assert room.acquire(timeout=120), "hang"
         start, length = rng.randrange(50_000), rng.randrange(1, 160)
-        params = SamplingParams(max_tokens=rng.randrange(1, 40), temperature=rng.choice([0.0, 1.0]), seed=i, stop=("the",) if i % 7 == 0 else ())
+        params = SamplingParams(max_tokens=rng.randrange(1, 60), temperature=rng.choice([0.0, 1.0]), seed=i, stop=("the",) if i % 7 == 0 else ())
         submitted.append(loop.submit(prose_ids[start : start + length], params, guarded))
         if rng.random() < 0.1:
             loop.cancel(rng.choice(submitted))
     for _ in range(24):
         assert room.acquire(timeout=120), "hang"
-    over.set()
     usage = wait_until_baseline(loop)
     assert set(ends.values()) <= {1}
     assert len(ends) + len(failed_callbacks) == total
@@ -113,6 +111,95 @@ def test_a_failing_step_ends_its_requests_and_the_engine_goes_on(prose_ids: list
     assert outputs[-1].finish_reason == "error" and "injected" in outputs[-1].error
     monkeypatch.setattr(model, "forward", forward)
     assert_baseline(wait_until_baseline(loop))
+
+
+def ask(loop: EngineLoop, prompt: list[int], tokens: int) -> tuple[list[RequestOutput], threading.Event]:
+    outputs: list[RequestOutput] = []
+    done = threading.Event()
+
+    def on_output(output: RequestOutput) -> None:
+        outputs.append(output)
+        if output.finished:
+            done.set()
+
+    loop.submit(prompt, SamplingParams(max_tokens=tokens, ignore_eos=True), on_output)
+    return outputs, done
+
+
+def test_a_failing_sampler_ends_its_requests_and_the_engine_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step has computed and is not committed: the core must forget it all the same."""
+    loop = EngineLoop(EngineConfig(**SMALL))
+    with monkeypatch.context() as patch:
+        patch.setattr(loop._engine._sampler, "sample", lambda logits, rows: 1 / 0)
+        outputs, done = ask(loop, [1, 2, 3], 4)
+        assert done.wait(60)
+    assert outputs[-1].finish_reason == "error" and "ZeroDivisionError" in outputs[-1].error
+    outputs, done = ask(loop, [1, 2, 3], 4)
+    assert done.wait(60) and outputs[-1].finish_reason == "length"
+    assert_baseline(wait_until_baseline(loop))
+
+
+def test_a_failing_drafter_only_loses_its_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = EngineLoop(EngineConfig(**SMALL | {"draft_len": 2, "accept_drafts": True}))
+    expected, done = ask(loop, [5, 6, 7] * 10, 12)
+    assert done.wait(60) and expected[-1].stats["draft_tokens"] > 0
+    monkeypatch.setattr(loop._engine._drafter, "propose", lambda requests: 1 / 0)
+    outputs, done = ask(loop, [5, 6, 7] * 10, 12)
+    assert done.wait(60) and outputs[-1].stats["draft_tokens"] == 0
+    assert [t for o in outputs for t in o.token_ids] == [t for o in expected for t in o.token_ids]
+    loop.close()
+
+
+def test_a_step_that_breaks_at_a_draft_row_keeps_the_tokens_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = EngineLoop(EngineConfig(**SMALL | {"draft_len": 3, "accept_drafts": True}))
+    repeated = loop.tokenizer.encode("red green blue " * 12)
+    expected, done = ask(loop, repeated, 12)
+    assert done.wait(60) and expected[-1].stats["draft_accepted"] > 0
+    forward = loop._engine._model.forward
+
+    def second_row_is_nan(tokens, attend, rows):
+        logits = forward(tokens, attend, rows)
+        logits[1:] = float("nan")
+        return logits
+
+    monkeypatch.setattr(loop._engine._model, "forward", second_row_is_nan)
+    outputs, done = ask(loop, repeated, 12)
+    assert done.wait(60) and outputs[-1].finish_reason == "error" and "not finite" in outputs[-1].error
+    got = [t for o in outputs for t in o.token_ids]
+    assert len(got) == outputs[-1].stats["generated_tokens"] > 0
+    assert got == [t for o in expected for t in o.token_ids][: len(got)]
+    assert_baseline(wait_until_baseline(loop))
+
+
+def test_a_broken_background_ends_everything_that_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine is lost: what runs, what is queued and what a queued call trips over all end, and later requests are refused."""
+    loop = EngineLoop(EngineConfig(**SMALL))
+    entered, release = threading.Event(), threading.Event()
+
+    def fails(*_: object) -> None:
+        entered.set()
+        release.wait(60)
+        raise RuntimeError("injected")
+
+    def lost() -> None:
+        raise EngineError("the background pipeline failed: injected")
+
+    monkeypatch.setattr(loop._engine, "step", fails)
+    monkeypatch.setattr(loop._engine, "drain", lost)
+    running, over = ask(loop, [1, 2, 3], 4)
+    assert entered.wait(60)
+    loop._inbox.put(lambda: 1 / 0)
+    queued = [ask(loop, [1, 2, 3], 4) for _ in range(3)]
+    assert loop.quiet_s() > 0
+    release.set()
+    for outputs, done in [(running, over), *queued]:
+        assert done.wait(60) and outputs[-1].finish_reason == "error"
+    with pytest.raises(EngineError, match="background pipeline failed"):
+        loop.submit([1], SamplingParams(max_tokens=1), lambda o: None)
+    loop.close()
+    assert loop.quiet_s() == 0
+    with pytest.raises(EngineError, match="closed"):
+        loop.submit([1], SamplingParams(max_tokens=1), lambda o: None)
 
 
 def test_refusals_name_the_limit(prose_ids: list[int]) -> None:

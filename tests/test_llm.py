@@ -11,7 +11,7 @@ import pytest
 
 from oasiskv.config import EngineConfig
 from oasiskv.engine.llm import LLM
-from oasiskv.engine.memory import memory_bytes
+from oasiskv.engine.machine import memory_bytes
 from oasiskv.engine.sampling import SamplingParams
 from oasiskv.errors import CapacityError, ConfigError, RequestError
 

@@ -20,11 +20,12 @@ EOS = 3
 def reference(logits: list[float], row: SampleRow) -> tuple[int, list[float]]:
     """(token, log-probabilities after penalties) of one row, in plain Python."""
     p, x = row.params, [float(v) for v in logits]
-    for t in set(row.prompt_ids) | set(row.output_ids):
+    output_ids = row.token_ids[row.prompt_tokens :]
+    for t in set(row.token_ids):
         x[t] = x[t] / p.repetition_penalty if x[t] > 0 else x[t] * p.repetition_penalty
-    for t in set(row.output_ids):
-        x[t] -= p.presence_penalty + p.frequency_penalty * row.output_ids.count(t)
-    if len(row.output_ids) < p.min_tokens:
+    for t in set(output_ids):
+        x[t] -= p.presence_penalty + p.frequency_penalty * output_ids.count(t)
+    if len(output_ids) < p.min_tokens:
         for t in {EOS, *p.stop_token_ids}:
             x[t] = -math.inf
     peak = max(x)
@@ -43,7 +44,7 @@ def reference(logits: list[float], row: SampleRow) -> tuple[int, list[float]]:
             break
         kept.append((t, q))
         mass += q
-    uniform = np.random.Generator(np.random.Philox(key=p.seed, counter=row.position)).random() * sum(q for _, q in kept)
+    uniform = np.random.Generator(np.random.Philox(key=p.seed, counter=len(row.token_ids))).random() * sum(q for _, q in kept)
     below = 0.0
     for t, q in kept:
         below += q
@@ -71,7 +72,8 @@ def rows(draw):
         min_tokens=draw(st.sampled_from([0, 4])),
         logprobs=draw(st.sampled_from([None, 0, 4])),
     )
-    return SampleRow(params, draw(st.integers(1, 1000)), draw(ids), draw(ids))
+    prompt, output = draw(ids), draw(ids)
+    return SampleRow(params, prompt + output, len(prompt))
 
 
 @settings(max_examples=400, deadline=None)
@@ -93,12 +95,12 @@ def test_matches_reference_in_any_batch(batch):
 def test_lowest_id_wins_a_tie():
     logits = torch.tensor([[0.0, 2.0, 2.0, 2.0] + [0.0] * 8])
     for params in (SamplingParams(), SamplingParams(logprobs=1), SamplingParams(temperature=1.0, top_k=1)):
-        assert Sampler([]).sample(logits, [SampleRow(params, 1, [], [])])[0].token_id == 1
+        assert Sampler([]).sample(logits, [SampleRow(params, [0], 1)])[0].token_id == 1
 
 
 def test_frequencies_follow_the_distribution():
     probs = torch.tensor([0.5, 0.3, 0.15, 0.05])
-    rows = [SampleRow(SamplingParams(temperature=1.0, seed=11), position, [], []) for position in range(4000)]
+    rows = [SampleRow(SamplingParams(temperature=1.0, seed=11), [0] * position, position) for position in range(4000)]
     sampled = Sampler([]).sample(probs.log().expand(4000, 4), rows)
     counts = np.bincount([s.token_id for s in sampled], minlength=4) / 4000
     assert np.abs(counts - probs.numpy()).max() < 0.03
@@ -111,6 +113,6 @@ def test_extremes_stay_finite():
         SamplingParams(temperature=1.0, repetition_penalty=1e-320, logprobs=2),
         SamplingParams(temperature=1e30, top_p=1e-9),
     ):
-        got = Sampler([]).sample(logits, [SampleRow(params, 1, [0, 1], [])])[0]
+        got = Sampler([]).sample(logits, [SampleRow(params, [0, 1], 2)])[0]
         assert got.token_id == 0
         assert got.logprob is None or math.isfinite(got.logprob)

@@ -281,6 +281,21 @@ def test_templates_need_every_value(tmp_path: Path) -> None:
         repo.fill(tmp_path / "r", {"triton_max_batch_size": "1"})
 
 
+def test_what_was_left_is_swept_by_its_exact_prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any local user can choose names there: one with wildcards in it must neither reach further nor end the start."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    other = Path(f"/dev/shm/oasiskv-{os.getpid()}-other")
+    other.touch()
+    for name in ("oasiskv-[", "oasiskv-*", "oasiskv-**"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "lock").touch()
+    try:
+        runtime.sweep()
+        assert other.exists() and not list(tmp_path.iterdir())
+    finally:
+        other.unlink()
+
+
 def test_a_child_whose_folder_is_gone_is_an_error_with_advice(tmp_path: Path) -> None:
     with pytest.raises(ServeError, match=r"the executor cannot be started in .*gone.*start the server anew"):
         Child("executor", [sys.executable], tmp_path / "gone", {}, verbose=False)

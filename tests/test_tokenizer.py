@@ -151,6 +151,7 @@ def test_bos_comes_only_where_configured_and_never_twice(config, adds):
     tokenizer = Tokenizer(sentencepiece_like(), {"bos_token": {"content": "<s>"}} | config, {}, None)
     assert (tokenizer.encode("a")[0] == 1) == adds
     assert tokenizer.encode("<s>a").count(1) == 1
+    assert 1 not in tokenizer.encode("a", bos=False)
 
 
 def test_eos_may_be_one_or_several():
@@ -165,6 +166,7 @@ def chat(template: str | None, messages=()) -> str:
 def test_templates_run_in_a_sandbox():
     assert chat("{{ bos_token }}{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m.content | tojson }}{% endfor %}",
                 [{"content": "a"}, {"content": "<é>"}]) == '<s>"<é>"'  # fmt: skip
+    assert chat("{{ {'b': 'é', 'a': 1} | tojson(ensure_ascii=True, sort_keys=True) }}") == '{"a": 1, "b": "\\u00e9"}'
     for template in (
         "{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ raise_exception('no') }}", "{% for %}", "{{ 1 // 0 }}",
         "{{ messages[0].content }}",
@@ -231,6 +233,13 @@ def test_gguf_pre_tokenizers(pre, pieces):
     got = [p for p, _ in backend.pre_tokenizer.pre_tokenize_str("x1234!\n\n  I'll")]
     assert got == [p.replace("\n", "Ċ").replace(" ", "Ġ") for p in pieces]
     assert backend.encode("<|x|>").ids == [256]
+
+
+def test_llama3_gguf_files_add_bos_unless_they_say_otherwise():
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    for pre, says, adds in (("llama-bpe", {}, True), ("llama-bpe", {"add_bos_token": False}, False), ("smollm", {}, False)):
+        file = _Metadata(model="gpt2", pre=pre, tokens=[*alphabet, "<|b|>"], merges=[], bos_token_id=256, **says)
+        assert gguf_tokenizer.tokenizer_files(file)["tokenizer_config.json"]["add_bos_token"] == adds
 
 
 def test_unsupported_gguf_tokenizers_are_refused_by_name():

@@ -62,7 +62,6 @@ class EngineConfig:
     sink_blocks: int = 1  # first blocks that every head keeps; the paper's mode has none
     summary: str = "mean_std"
     group_combine: str = "softmax_sum"
-    row_combine: str = "max"
     drafter: str = "ngram"
     draft_len: int = 1  # draft rows a request and step; 0 with the drafter `previous`
     accept_drafts: bool = False
@@ -89,7 +88,6 @@ class EngineConfig:
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("summary", self.summary, SUMMARIES)
         _one_of("group_combine", self.group_combine, GROUP_COMBINES)
-        _one_of("row_combine", self.row_combine, ("max",))
         _in_range("top_k_blocks", self.top_k_blocks, 1, 65536)
         fetch_cap_blocks(self.top_k_blocks, self.fetch_ratio)
         if self.sparse_from is not None:
@@ -117,6 +115,9 @@ class EngineConfig:
         model_path = isinstance(self.drafter, str) and self.drafter.startswith("model:") and len(self.drafter) > len("model:")
         if self.drafter not in ("ngram", "previous") and not model_path:
             raise ConfigError(f"drafter = {self.drafter!r}: use ngram, previous or model:<path>")
+        if model_path and (self.draft_len == 0 or (self.dense and not self.accept_drafts)):
+            unused = "draft_len = 0" if self.draft_len == 0 else "dense = True without accept_drafts"
+            raise ConfigError(f"drafter = {self.drafter!r} with {unused}: its drafts would not be used; leave the drafter out")
         if not self.accept_drafts:
             return
         if self.drafter == "previous":

@@ -31,7 +31,7 @@ def _say(text: str) -> None:
 def _engine(args: argparse.Namespace, dense: bool, batch: int, context: int) -> Engine:
     """An engine whose `batch` requests have decoded a few tokens past `context`."""
     config = EngineConfig(
-        model=args.model, dense=dense, top_k_blocks=args.top_k_blocks, fetch_ratio=args.fetch_ratio, drafter=args.drafter,
+        model=args.model, backend=args.backend, dense=dense, top_k_blocks=args.top_k_blocks, fetch_ratio=args.fetch_ratio, drafter=args.drafter,
         device_kv_gib=args.device_kv_gib, host_kv_gib=args.host_kv_gib, num_threads=args.threads,
     )
     engine = Engine(config)
@@ -48,7 +48,8 @@ def _engine(args: argparse.Namespace, dense: bool, batch: int, context: int) -> 
     return engine
 
 
-def _transformers_step(model: object, context: int, engine: Engine) -> Step:
+def _transformers_step(model: object, context: int, engine: Engine, threads: int) -> Step:
+    torch.set_num_threads(threads)
     ids = torch.tensor([engine.tokenizer.encode(prose())[:context]])
     with torch.inference_mode():
         out = model(ids, use_cache=True, logits_to_keep=1)
@@ -91,12 +92,10 @@ def _row(name: str, batch: int, context: int, result: dict[str, float], args: ar
 def run(args: argparse.Namespace) -> list[dict[str, object]]:
     rows = []
     if not args.skip_transformers:
-        # Both arms get the same number of threads; the engine sets torch's for its own process, so torch is set after it.
         model = transformers_llama(args.model)
         for context in args.context:
             dense = _engine(args, True, 1, context)
-            torch.set_num_threads(args.threads)
-            step = _transformers_step(model, context, dense)
+            step = _transformers_step(model, context, dense, args.threads)
             rows.append(_row("dense / transformers", 1, context, paired(dense.step, step, args.runs, args.steps), args))
         del model
     context = max(args.context)

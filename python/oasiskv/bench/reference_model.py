@@ -7,13 +7,19 @@ from typing import Any
 import torch
 
 from oasiskv.checkpoint import load_checkpoint, resolve_model
+from oasiskv.errors import ConfigError
 
 
 def transformers_llama(model: str) -> Any:
-    """A float32 `LlamaForCausalLM` (SDPA, eval mode) with the checkpoint's weights. Needs the extra `dev`."""
+    """A float32 `LlamaForCausalLM` (SDPA, eval mode) with the checkpoint's weights. Needs the extra `dev`.
+
+    Raises CheckpointError, and ConfigError for a model that is not a plain tied llama.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config, weights = load_checkpoint(resolve_model(model, "float32"))
+    if config.architecture != "LlamaForCausalLM" or config.rotary_scaling or config.attn_bias or not config.share_embedding_table:
+        raise ConfigError(f"--model {model}: the comparison knows tied llamas without RoPE scaling only; give --skip-transformers")
     hf_config = LlamaConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,

@@ -19,6 +19,7 @@ from oasiskv.config import EngineConfig
 from oasiskv.engine.engine import Engine
 from oasiskv.engine.sampler import Sampled, SampleRow
 from oasiskv.engine.sampling import SamplingParams
+from oasiskv.errors import ConfigError
 from oasiskv.tokenizer import Tokenizer
 
 # (summary, group combine, sink blocks): the default, the other kinds in its place, the paper's mode, and the default without sinks.
@@ -43,7 +44,7 @@ class ForcedSampler:
         """logits: float32 [1, vocab]: one request at a time."""
         (row,) = rows
         self.logprobs.append(torch.log_softmax(logits[0].double(), dim=0))
-        return [Sampled(int(logits[0].argmax()) if self._answer is None else self._answer[len(row.output_ids)])]
+        return [Sampled(int(logits[0].argmax()) if self._answer is None else self._answer[row.generated])]
 
 
 def answer(config: EngineConfig, prompt_ids: list[int], steps: int, forced: list[int] | None) -> tuple[list[int], torch.Tensor, dict[str, Any]]:
@@ -66,6 +67,9 @@ def mean_kl(dense: torch.Tensor, sparse: torch.Tensor) -> float:
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    least = (args.top_k_blocks + 1) * 16
+    if args.context < least:
+        raise ConfigError(f"--context {args.context}: decoding is sparse from {least} tokens on with --top-k-blocks {args.top_k_blocks}")
     common: dict[str, Any] = {"model": args.model, "num_threads": args.threads}
     prompt = Tokenizer.from_dir(resolve_model(args.model)).encode(prose())[: args.context]
     forced, dense, _ = answer(EngineConfig(**common, dense=True), prompt, args.steps, None)

@@ -33,10 +33,12 @@ def _config(file: GgufFile, dtype: str) -> ModelConfig:
     scaling = file.get(f"{family}.rope.scaling.type", "none")
     if scaling != "none" or "rope_freqs.weight" in file:
         raise CheckpointError(f"{file.path}: RoPE scaling in GGUF ({scaling}) is not supported: convert from the Hugging Face folder")
+    if file.get(f"{family}.rope.scale_linear", 1) != 1:
+        raise CheckpointError(f"{file.path}: rope.scale_linear is not supported: convert from the Hugging Face folder")
     heads = file.count(f"{family}.attention.head_count")
     hidden = file.count(f"{family}.embedding_length")
     try:
-        return ModelConfig(
+        config = ModelConfig(
             architecture=_FAMILIES[family],
             dtype=dtype,
             vocab_size=len(file.texts("tokenizer.ggml.tokens")),
@@ -55,6 +57,10 @@ def _config(file: GgufFile, dtype: str) -> ModelConfig:
         )
     except CheckpointError as error:
         raise CheckpointError(f"{file.path}: {error}") from None
+    rotated = file.get(f"{family}.rope.dimension_count", config.head_size)
+    if rotated != config.head_size:
+        raise CheckpointError(f"{file.path}: rope.dimension_count = {rotated} is not supported: RoPE must cover the whole head")
+    return config
 
 
 def _unpermute(weight: torch.Tensor, heads: int) -> torch.Tensor:

@@ -69,7 +69,7 @@ def tokenizer_files(file: GgufFile) -> dict[str, Any]:
     return {
         "tokenizer.json": tokenizer.to_str(),
         "tokenizer_config.json": {
-            "add_bos_token": bool(file.get("tokenizer.ggml.add_bos_token", False)),
+            "add_bos_token": bool(file.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe")),
             "bos_token": None if bos is None else tokens[bos],
             "eos_token": None if eos is None else tokens[eos],
             "chat_template": file.get("tokenizer.chat_template"),

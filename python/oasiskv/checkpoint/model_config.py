@@ -144,6 +144,12 @@ class ModelConfig:
         rope = raw.get("position_embedding_type", "rope_gpt_neox")
         if rope != "rope_gpt_neox":
             raise CheckpointError(f"{where}: position_embedding_type = {rope!r} is not supported: only rope_gpt_neox")
+        for field in ("rotary_pct", "partial_rotary_factor"):
+            if raw.get(field, 1) not in (None, 1):
+                raise CheckpointError(f"{where}: {field} = {raw[field]!r} is not supported: RoPE must cover the whole head")
+        for field in ("sliding_window", "sliding_window_causal_mask", "attention_chunk_size"):
+            if raw.get(field):
+                raise CheckpointError(f"{where}: {field} = {raw[field]!r} is not supported: attention here is over the full context")
         known = {f.name: raw[f.name] for f in fields(cls) if f.name in raw}
         # What TensorRT-LLM leaves to the architecture.
         known.setdefault("attn_bias", known["architecture"] == "Qwen2ForCausalLM")

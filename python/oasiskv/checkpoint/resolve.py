@@ -14,7 +14,8 @@ from oasiskv.checkpoint.store import CONFIG, WEIGHTS, read_json
 from oasiskv.errors import CheckpointError
 
 EMBEDDED = "smollm2-135m"
-_FORMAT = 1  # of the cached folders; raise it when the import changes
+_READ = (".json", ".jinja", ".safetensors")
+_FORMAT = 2  # of the cached folders; raise it when the import changes
 
 
 def embedded_gguf() -> Path:
@@ -56,8 +57,8 @@ def _is_hf(folder: Path) -> bool:
 
 def _import_cached(source: Path, dtype: str) -> Path:
     cache = Path(os.environ.get("OASISKV_CACHE") or Path.home() / ".cache" / "oasiskv") / "models"
-    target = cache / f"{source.stem}-{dtype}-{_fingerprint(source)}"
     try:
+        target = cache / f"{source.stem}-{dtype}-{_fingerprint(source)}"
         cache.mkdir(parents=True, exist_ok=True)
         # One importer at a time; the others find the folder when they get the lock.
         with (cache / ".lock").open("w") as lock:
@@ -72,9 +73,10 @@ def _import_cached(source: Path, dtype: str) -> Path:
 
 
 def _fingerprint(source: Path) -> str:
-    """Of the files' names, sizes and times: the sources are too large to hash at every start."""
+    """Of the names, sizes and times of the files that are read: they are too large to hash at every start."""
     digest = hashlib.sha256(f"{_FORMAT} {source}".encode())
-    for path in sorted(source.iterdir()) if source.is_dir() else [source]:
+    files = [p for p in sorted(source.iterdir()) if p.suffix in _READ] if source.is_dir() else [source]
+    for path in files:
         stat = path.stat()
         digest.update(f"{path.name} {stat.st_size} {stat.st_mtime_ns}".encode())
     return digest.hexdigest()[:16]

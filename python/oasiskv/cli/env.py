@@ -56,9 +56,10 @@ def _isa() -> str:
         import torch  # noqa: F401  the core is linked against the same OpenMP
 
         from oasiskv import _core
-    except ImportError as error:
+
+        return _core.isa()
+    except (ImportError, RuntimeError) as error:
         return f"missing: {error}"
-    return _core.isa()
 
 
 def _triton() -> str:
@@ -66,7 +67,7 @@ def _triton() -> str:
 
     try:
         found = locate()
-    except OasisError as error:
+    except (OasisError, importlib.metadata.PackageNotFoundError) as error:
         return f"missing: {error}"
     return f"{found.server} (nvidia-pytriton {found.version})"
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass
 class DraftRequest:
-    """A request that wants up to `count` guesses after `tokens` (prompt and output so far)."""
+    """A request that wants up to `count` guesses after `tokens` (prompt and output so far; not to be changed, from call to call only longer)."""
 
     id: int
     tokens: list[int]

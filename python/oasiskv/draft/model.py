@@ -42,8 +42,9 @@ class _Cache:
 
 
 class ModelDrafter(Drafter):
-    """`cache_bytes` bounds all requests' caches: the least recently used are dropped and rebuilt at their next turn, and a request
-    that alone exceeds it gets no drafts. Raises ConfigError when the vocabularies differ.
+    """`cache_bytes` bounds all requests' caches: the least recently used are dropped and rebuilt in their next turns, and a request
+    that alone exceeds it gets no drafts. A turn reads at most 512 tokens of a request, so that a long prompt does not hold up the
+    others; there are no drafts until all is read. Raises ConfigError when the vocabularies differ.
     """
 
     def __init__(self, model: str, tokenizer: Tokenizer, cache_bytes: int = 2 << 30) -> None:
@@ -74,13 +75,15 @@ class ModelDrafter(Drafter):
         self._caches.move_to_end(request.id)
         kept = _common_prefix(cache.tokens, request.tokens[:-1])
         del cache.tokens[kept:]
+        todo = request.tokens[kept : kept + _CHUNK]
+        if max(todo) >= c.vocab_size:  # heads are padded differently
+            return []
+        logits = self._forward(cache, todo)
         drafts: list[int] = []
-        todo = request.tokens[kept:]
-        while len(drafts) < request.count:
-            for i in range(0, len(todo), _CHUNK):
-                logits = self._forward(cache, todo[i : i + _CHUNK])
+        if len(cache.tokens) == len(request.tokens):
             drafts.append(int(logits[0, : self._vocab].argmax()))
-            todo = drafts[-1:]
+            while len(drafts) < request.count:
+                drafts.append(int(self._forward(cache, drafts[-1:])[0, : self._vocab].argmax()))
         self._trim(request.id)
         return drafts
 

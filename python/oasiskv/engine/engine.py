@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import os
+import logging
+import time
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from oasiskv import _core
 from oasiskv.checkpoint import ModelConfig, load_checkpoint, resolve_model
 from oasiskv.config import EngineConfig
 from oasiskv.draft import DraftRequest, make_drafter
-from oasiskv.engine.memory import check_pools_fit
+from oasiskv.engine.machine import check_pools_fit, usable_cpus
 from oasiskv.engine.sampler import Sampled, Sampler, SampleRow
 from oasiskv.engine.sampling import SamplingParams
 from oasiskv.engine.sequence import RequestOutput, Sequence
@@ -22,6 +23,7 @@ from oasiskv.models.rope import rope_tables
 from oasiskv.tokenizer import IncrementalDetokenizer, Tokenizer
 
 _GIB = 1024**3
+_log = logging.getLogger(__name__)
 
 
 def core_config(config: EngineConfig, model: ModelConfig) -> _core.CoreConfig:
@@ -44,13 +46,13 @@ def core_config(config: EngineConfig, model: ModelConfig) -> _core.CoreConfig:
     if config.max_seq_len is not None and config.max_seq_len > limit:
         raise ConfigError(f"max_seq_len = {config.max_seq_len}: the model was trained for {limit}; use at most that")
     c.max_seq_len = config.max_seq_len or limit
-    c.num_threads = config.num_threads or len(os.sched_getaffinity(0))
+    c.num_threads = config.num_threads or usable_cpus()
     c.trace, c.transfer_delay_us = config.trace, config.transfer_delay_us
     return c
 
 
 class Engine:
-    """Owns the model, the core and every request's tokens. Driven by one thread; only `check` is safe from others."""
+    """Owns the model, the core and every request's tokens. Driven by one thread; only `check` and `next_id` are safe from others."""
 
     def __init__(self, config: EngineConfig, sampler: Sampler | None = None) -> None:
         """`sampler`: anything with Sampler's `sample`, instead of the requests' own parameters (evaluation)."""
@@ -60,12 +62,11 @@ class Engine:
         self.tokenizer = Tokenizer.from_dir(folder)
         core = core_config(config, self.model_config)
         check_pools_fit(config, core)
-        _core.set_num_threads(core.num_threads)
         self._model = DecoderModel(self.model_config, weights)
         cos, sin = rope_tables(self.model_config, core.max_seq_len)
         try:
             self._core = _core.Core(core, cos.data_ptr(), sin.data_ptr())
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:
             raise ConfigError(str(error)) from None
         self.core_config = core
         self._drafter = make_drafter(config.drafter, self.tokenizer)
@@ -91,11 +92,12 @@ class Engine:
     def next_id(self) -> int:
         return next(self._ids)
 
-    def add(self, request_id: int, prompt_ids: list[int], params: SamplingParams) -> None:
-        """Queue a checked request."""
+    def add(self, request_id: int, prompt_ids: list[int], params: SamplingParams, submitted: float | None = None) -> None:
+        """Queue a checked request; `submitted`: time.perf_counter() when its client asked, now if left out."""
         self._core.submit(request_id, len(prompt_ids), params.max_tokens)
-        detokenizer = IncrementalDetokenizer(self.tokenizer)
-        self._sequences[request_id] = Sequence(request_id, prompt_ids, params, detokenizer, self.tokenizer.eos_ids)
+        detokenizer, eos_ids = IncrementalDetokenizer(self.tokenizer), self.tokenizer.eos_ids
+        submitted = time.perf_counter() if submitted is None else submitted
+        self._sequences[request_id] = Sequence(request_id, prompt_ids, params, detokenizer, eos_ids, submitted)
 
     def stop(self, request_id: int, reason: str, error: str | None = None) -> RequestOutput | None:
         """End a request from outside, in any state; None if it is not known (any more)."""
@@ -104,9 +106,6 @@ class Engine:
             return None
         stats = self._end(sequence)
         return sequence.cut_short(reason, error, stats)
-
-    def active(self) -> list[int]:
-        return list(self._sequences)
 
     def _end(self, sequence: Sequence) -> dict[str, Any]:
         stats = self._stats(sequence)
@@ -118,8 +117,8 @@ class Engine:
     def _stats(self, sequence: Sequence) -> dict[str, Any]:
         core = self._core.stats(sequence.id)
         return {
-            "prompt_tokens": len(sequence.prompt_ids),
-            "generated_tokens": len(sequence.output_ids),
+            "prompt_tokens": sequence.prompt_tokens,
+            "generated_tokens": sequence.generated,
             "top_k_blocks": self.config.top_k_blocks,
             "fetch_cap_blocks": self.config.fetch_cap_blocks,
             "draft_tokens": sequence.drafted,
@@ -137,18 +136,20 @@ class Engine:
         if not groups:
             return []
         try:
-            logits = self._forward(groups, drafts)
-        except BaseException:
-            self._core.abort_step()
-            raise
-        return self._finish_step(groups, drafts, logits)
+            return self._finish_step(groups, drafts, self._forward(groups, drafts))
+        finally:
+            self._core.abort_step()  # does nothing once the step is committed
 
     def _propose(self) -> dict[int, list[int]]:
         wanted = self._core.begin_step()
         if not wanted:
             return {}
-        requests = [DraftRequest(i, self._sequences[i].prompt_ids + self._sequences[i].output_ids, n) for i, n in wanted]
-        proposals = self._drafter.propose(requests)
+        requests = [DraftRequest(i, self._sequences[i].token_ids, n) for i, n in wanted]
+        try:
+            proposals = self._drafter.propose(requests)
+        except Exception:  # drafts only help: without them the step is right too
+            _log.exception("the drafter failed: this step has no drafts")
+            return {}
         return {r.id: d[: r.count] for r, d in zip(requests, proposals, strict=True) if d}
 
     def _forward(self, groups: list[_core.RowGroup], drafts: dict[int, list[int]]) -> torch.Tensor:
@@ -156,7 +157,7 @@ class Engine:
         wanted: list[int] = []
         for g in groups:
             first = len(tokens)
-            tokens += self._sequences[g.id].tokens(g.start, g.start + g.rows - g.drafts)
+            tokens += self._sequences[g.id].token_ids[g.start : g.start + g.rows - g.drafts]
             tokens += drafts.get(g.id, [])[: g.drafts]
             if g.kind == "prefill":
                 wanted += range(len(tokens) - g.logits_rows, len(tokens))
@@ -168,6 +169,8 @@ class Engine:
             self._core.forward(layer, qkv.data_ptr(), out.data_ptr())
             return out
 
+        _core.set_num_threads(self.core_config.num_threads)  # of this thread, which may drive other engines too
+        torch.set_num_threads(self.core_config.num_threads)
         with torch.inference_mode():
             return self._model.forward(torch.tensor(tokens), attend, torch.tensor(wanted, dtype=torch.int64))
 
@@ -212,7 +215,7 @@ class Engine:
         rows = []
         for g, _ in pending:
             s = self._sequences[g.id]
-            rows.append(SampleRow(s.params, len(s.prompt_ids) + len(s.output_ids), s.prompt_ids, s.output_ids))
+            rows.append(SampleRow(s.params, s.token_ids, s.prompt_tokens))
         good = torch.isfinite(logits).all(dim=1).tolist()
         if all(good):
             return list(self._sampler.sample(logits, rows))
@@ -226,7 +229,7 @@ class Engine:
             if request_id not in broken and sequence.finish_reason:
                 output.finished, output.finish_reason = True, sequence.finish_reason
                 output.stats = self._end(sequence)
-        results = [o for i, o in outputs.items() if i not in broken and (o.token_ids or o.finished)]
+        results = [o for o in outputs.values() if o.token_ids or o.finished]
         return results + [o for i, why in broken.items() if (o := self.stop(i, "error", why))]
 
     def usage(self) -> dict[str, int]:

@@ -14,7 +14,7 @@ from oasiskv.engine.loop import EngineLoop
 from oasiskv.engine.sampler import Sampled
 from oasiskv.engine.sampling import SamplingParams
 from oasiskv.engine.sequence import RequestOutput
-from oasiskv.errors import RequestError
+from oasiskv.errors import ConfigError, RequestError
 
 Prompt = str | list[int]
 
@@ -45,6 +45,8 @@ class LLM:
     """
 
     def __init__(self, config: EngineConfig | None = None, **options: Any) -> None:
+        if config is not None and options:
+            raise ConfigError(f"LLM(config, {next(iter(options))}=...): give a config or its fields, not both")
         self._loop = EngineLoop(config or EngineConfig(**options))
         self.tokenizer = self._loop.tokenizer
 

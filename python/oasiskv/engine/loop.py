@@ -7,6 +7,7 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from oasiskv.config import EngineConfig
 from oasiskv.engine.engine import Engine
 from oasiskv.engine.sampling import SamplingParams
 from oasiskv.engine.sequence import RequestOutput
-from oasiskv.errors import EngineError
+from oasiskv.errors import ConfigError, EngineError
 
 OnOutput = Callable[[RequestOutput], None]
 _log = logging.getLogger(__name__)
@@ -24,16 +25,18 @@ class EngineLoop:
     """Every request that `submit` accepted gets exactly one output with `finished` set, whatever happens."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self._engine = Engine(config)
+        if config.trace:
+            raise ConfigError("trace = True: only a caller that drives an Engine itself can take the records")
+        engine = Engine(config)
+        self._engine: Engine | None = engine  # None once closed
         self.config = config
-        self.tokenizer = self._engine.tokenizer
-        self.model_config = self._engine.model_config
+        self.tokenizer, self.model_config = engine.tokenizer, engine.model_config
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._listeners: dict[int, OnOutput] = {}
         self._lock = threading.Lock()  # guards _broken and the order of submit against it
         self._broken: str | None = None
-        self._closing = False
-        self._usage = self._engine.usage()
+        self._progress = time.monotonic()
+        self._usage = engine.usage()
         self._owner = os.getpid()
         self._thread = threading.Thread(target=self._run, name="oasiskv-engine", daemon=True)
         self._thread.start()
@@ -43,21 +46,26 @@ class EngineLoop:
         """Queue a request; `on_output` is called on the engine's thread. Raises RequestError, CapacityError, EngineError."""
         if os.getpid() != self._owner:
             raise EngineError("this engine lives in the parent process: make one of its own in the child, or start children by spawn")
-        self._engine.check(prompt_ids, params)
-        request_id = self._engine.next_id()
+        engine = self._open_engine()
+        engine.check(prompt_ids, params)
+        request_id, submitted = engine.next_id(), time.perf_counter()
         with self._lock:
             if self._broken:
                 raise EngineError(self._broken)
-            self._inbox.put(lambda: self._add(request_id, prompt_ids, params, on_output))
+            self._inbox.put(lambda: self._add(request_id, prompt_ids, params, on_output, submitted))
         return request_id
 
     def check(self, prompt_ids: list[int], params: SamplingParams) -> None:
-        """Raise RequestError or CapacityError for what can never run here; safe from any thread."""
-        self._engine.check(prompt_ids, params)
+        """Raise RequestError or CapacityError for what can never run here, EngineError if closed; safe from any thread."""
+        self._open_engine().check(prompt_ids, params)
 
     def cancel(self, request_id: int) -> None:
         """End a request with the reason `cancelled`; nothing happens if it has ended."""
         self._inbox.put(lambda: self._deliver(self._engine.stop(request_id, "cancelled")))
+
+    def quiet_s(self) -> float:
+        """Seconds since the engine last finished a step, or was idle: how long it has been at the one it is in."""
+        return time.monotonic() - self._progress if self._listeners else 0.0
 
     def usage(self) -> dict[str, Any]:
         """Pool occupancy after the last step; safe from any thread."""
@@ -69,21 +77,29 @@ class EngineLoop:
         return self._broken
 
     def close(self) -> None:
-        """Cancel what runs, end the thread, free the pools. Idempotent."""
-        if self._closing or os.getpid() != self._owner:
+        """Cancel what runs, end the thread, free the model and the pools. Idempotent. Raises EngineError on the engine's own thread."""
+        if threading.current_thread() is self._thread:
+            raise EngineError("close() from an output callback would wait for itself: call it from another thread")
+        if os.getpid() != self._owner:
             return
-        self._closing = True
         atexit.unregister(self.close)
         self._inbox.put(self._shut)
         self._thread.join()
+        self._engine = None
+
+    def _open_engine(self) -> Engine:
+        engine = self._engine
+        if engine is None:
+            raise EngineError("the engine is closed")
+        return engine
 
     # ------------------------------------------------------------ on the engine's thread
 
     def _run(self) -> None:
         while not self._broken:
-            idle = not self._listeners
             try:
-                self._handle_inbox(block=idle)
+                self._handle_inbox(block=not self._listeners)
+                self._progress = time.monotonic()
                 if self._listeners and not self._broken:
                     for output in self._engine.step():
                         self._deliver(output)
@@ -100,9 +116,9 @@ class EngineLoop:
         except queue.Empty:
             return
 
-    def _add(self, request_id: int, prompt_ids: list[int], params: SamplingParams, on_output: OnOutput) -> None:
+    def _add(self, request_id: int, prompt_ids: list[int], params: SamplingParams, on_output: OnOutput, submitted: float) -> None:
         self._listeners[request_id] = on_output
-        self._engine.add(request_id, prompt_ids, params)
+        self._engine.add(request_id, prompt_ids, params, submitted)
 
     def _deliver(self, output: RequestOutput | None) -> None:
         if output is None:
@@ -134,15 +150,16 @@ class EngineLoop:
             self._refuse_queued(why)
 
     def _refuse_queued(self, why: str) -> None:
-        self._handle_inbox(block=False)
+        while not self._inbox.empty():  # submit() refuses by now: no more come in
+            try:
+                self._inbox.get_nowait()()
+            except Exception:  # the others must end too
+                _log.exception("a queued call failed while the engine ends")
         self._end_all("error", why)
 
     def _end_all(self, reason: str, error: str | None) -> None:
         for request_id in list(self._listeners):
-            try:
-                output = self._engine.stop(request_id, reason, error)
-            except Exception:  # a broken background cannot give the statistics
-                output = None
+            output = self._engine.stop(request_id, reason, error)
             self._deliver(output or RequestOutput(request_id, finished=True, finish_reason=reason, error=error))
 
     def _shut(self) -> None:

@@ -15,12 +15,15 @@ _LIMIT = 1e300  # an extreme repetition penalty must not overflow
 
 @dataclass
 class SampleRow:
-    """A row of logits: whose it is and which position the token will take."""
+    """A row of logits: whose it is and the tokens before it, prompt first; not to be changed."""
 
     params: SamplingParams
-    position: int
-    prompt_ids: list[int]
-    output_ids: list[int]
+    token_ids: list[int]
+    prompt_tokens: int
+
+    @property
+    def generated(self) -> int:
+        return len(self.token_ids) - self.prompt_tokens
 
 
 @dataclass
@@ -47,9 +50,9 @@ class Sampler:
     def _sample_row(self, logits: np.ndarray, row: SampleRow) -> Sampled:
         p = row.params
         x = penalise(logits.astype(np.float64), row)
-        if len(row.output_ids) < p.min_tokens:
+        if row.generated < p.min_tokens:
             x[[t for t in (*self._eos_ids, *p.stop_token_ids) if t < len(x)]] = -np.inf
-        token = int(x.argmax()) if p.temperature == 0 else draw(x, p, row.position)
+        token = int(x.argmax()) if p.temperature == 0 else draw(x, p, len(row.token_ids))
         if p.logprobs is None:
             return Sampled(token)
         logprobs = x - x.max()
@@ -62,11 +65,11 @@ def penalise(x: np.ndarray, row: SampleRow) -> np.ndarray:
     """Repetition (over prompt and output: divides positive logits, multiplies negative), presence and frequency (over output)."""
     p = row.params
     if p.repetition_penalty != 1:
-        seen = np.unique(np.array(row.prompt_ids + row.output_ids, dtype=np.int64))
+        seen = np.unique(np.array(row.token_ids, dtype=np.int64))
         with np.errstate(over="ignore"):
             x[seen] = np.where(x[seen] > 0, x[seen] / p.repetition_penalty, x[seen] * p.repetition_penalty)
-    if row.output_ids and (p.presence_penalty or p.frequency_penalty):
-        seen, counts = np.unique(np.array(row.output_ids, dtype=np.int64), return_counts=True)
+    if row.generated and (p.presence_penalty or p.frequency_penalty):
+        seen, counts = np.unique(np.array(row.token_ids[row.prompt_tokens :], dtype=np.int64), return_counts=True)
         x[seen] -= p.presence_penalty + p.frequency_penalty * counts
     return np.clip(x, -_LIMIT, _LIMIT, out=x)
 

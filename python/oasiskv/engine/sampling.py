@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import reprlib
 import sys
 from dataclasses import dataclass
 
 from oasiskv.errors import RequestError
 
 _INT32_MAX = 2**31 - 1  # what every client's protocol can carry
+MAX_STOPS, _MAX_STOP_CHARS = 64, 1024  # every token is held against all of them
+_FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 def _check(ok: bool, field: str, value: object, rule: str) -> None:
     if not ok:
-        raise RequestError(f"{field} = {value!r}: {rule}")
+        raise RequestError(f"{field} = {reprlib.repr(value)}: {rule}")
 
 
 def _finite(value: object) -> bool:
@@ -50,23 +53,27 @@ class SamplingParams:
             value = getattr(self, field)
             _check(isinstance(value, list | tuple), field, value, "must be a list")
             object.__setattr__(self, field, tuple(value))
+        for field in _FLOATS:
+            _check(_finite(getattr(self, field)), field, getattr(self, field), "must be a number")
+            object.__setattr__(self, field, float(getattr(self, field)))
         for field in ("ignore_eos", "include_stop_text"):
             _check(isinstance(getattr(self, field), bool), field, getattr(self, field), "must be true or false")
         _check(_integer(self.max_tokens, 1), "max_tokens", self.max_tokens, f"must be an integer in 1..{_INT32_MAX}")
         few = _integer(self.min_tokens, 0, self.max_tokens)
         _check(few, "min_tokens", self.min_tokens, "must be in 0..max_tokens")
-        _check(_finite(self.temperature) and self.temperature >= 0, "temperature", self.temperature, "must be 0 (greedy) or more")
+        _check(self.temperature >= 0, "temperature", self.temperature, "must be 0 (greedy) or more")
         _check(_integer(self.top_k, 0), "top_k", self.top_k, f"must be in 0 (off)..{_INT32_MAX}")
-        _check(_finite(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "must be in (0, 1]")
-        _check(_finite(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "must be in 0..1")
+        _check(0 < self.top_p <= 1, "top_p", self.top_p, "must be in (0, 1]")
+        _check(0 <= self.min_p <= 1, "min_p", self.min_p, "must be in 0..1")
         _check(_integer(self.seed, 0, 2**64 - 1), "seed", self.seed, "must be an unsigned 64-bit integer")
-        repetition = self.repetition_penalty
-        _check(_finite(repetition) and repetition > 0, "repetition_penalty", repetition, "must be above 0")
+        _check(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "must be above 0")
         for field in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, field)
-            _check(_finite(value) and -2 <= value <= 2, field, value, "must be in -2..2")
-        _check(all(isinstance(s, str) and s for s in self.stop), "stop", self.stop, "must be non-empty strings")
-        _check(all(_integer(t, 0) for t in self.stop_token_ids), "stop_token_ids", self.stop_token_ids, "must be token ids")
+            _check(-2 <= value <= 2, field, value, "must be in -2..2")
+        few = len(self.stop) <= MAX_STOPS and all(isinstance(s, str) and 0 < len(s) <= _MAX_STOP_CHARS for s in self.stop)
+        _check(few, "stop", self.stop, f"must be at most {MAX_STOPS} strings of 1..{_MAX_STOP_CHARS} characters")
+        few = len(self.stop_token_ids) <= MAX_STOPS and all(_integer(t, 0) for t in self.stop_token_ids)
+        _check(few, "stop_token_ids", self.stop_token_ids, f"must be at most {MAX_STOPS} token ids")
         top = self.logprobs
         _check(top is None or _integer(top, 0, 20), "logprobs", top, "must be in 0..20")
 

@@ -69,7 +69,7 @@ class StopText:
 
 
 class Sequence:
-    """Prompt, output and end of one request. `new_tokens` are appended in order; the first that ends it is the last kept."""
+    """Prompt, output and end of one request. No token is appended after the one that ends it."""
 
     def __init__(
         self,
@@ -78,10 +78,11 @@ class Sequence:
         params: SamplingParams,
         detokenizer: IncrementalDetokenizer,
         eos_ids: frozenset[int],
+        submitted: float,
     ) -> None:
         self.id = request_id
-        self.prompt_ids = prompt_ids
-        self.output_ids: list[int] = []
+        self.token_ids = list(prompt_ids)  # the output follows; only ever appended to
+        self.prompt_tokens = len(prompt_ids)
         self.params = params
         self.finish_reason: str | None = None
         self.drafted = 0
@@ -92,17 +93,13 @@ class Sequence:
         self._hidden_text = ""  # what was generated and not shown yet, because part of it may belong to a stop string
         self._hidden_ids: list[int] = []
         self._hidden_logprobs: list[Sampled] = []
-        self._submitted = time.perf_counter()
+        self._submitted = submitted
         self._first_token: float | None = None
         self._last_token = self._submitted
 
-    def token_at(self, position: int) -> int:
-        """Token id at `position` of prompt + output."""
-        prompt = len(self.prompt_ids)
-        return self.prompt_ids[position] if position < prompt else self.output_ids[position - prompt]
-
-    def tokens(self, start: int, stop: int) -> list[int]:
-        return [self.token_at(p) for p in range(start, stop)]
+    @property
+    def generated(self) -> int:
+        return len(self.token_ids) - self.prompt_tokens
 
     def append(self, sampled: Sampled, output: RequestOutput) -> None:
         """Take one token; put what may be shown of it into `output`."""
@@ -110,10 +107,10 @@ class Sequence:
         if self._first_token is None:
             self._first_token = self._last_token
         token = sampled.token_id
-        self.output_ids.append(token)
+        self.token_ids.append(token)
         self._hidden_ids.append(token)
         self._hidden_logprobs.append(sampled)
-        long_enough = len(self.output_ids) >= self.params.min_tokens
+        long_enough = self.generated >= self.params.min_tokens
         if token in self._stops and long_enough:
             self.finish_reason = "stop"
             self._take_rest()
@@ -122,7 +119,7 @@ class Sequence:
             self._hidden_text += text
             if met:
                 self.finish_reason = "stop"
-            elif len(self.output_ids) >= self.params.max_tokens:
+            elif self.generated >= self.params.max_tokens:
                 self.finish_reason = "length"
                 self._take_rest()
         if self.finish_reason or (self._detokenizer.complete and not self._stop_text.holding):
@@ -152,7 +149,7 @@ class Sequence:
         """ttft_ms: submit to first token; tpot_ms: mean time of each further token."""
         if self._first_token is None:
             return {"ttft_ms": 0.0, "tpot_ms": 0.0}
-        further = max(1, len(self.output_ids) - 1)
+        further = max(1, self.generated - 1)
         return {
             "ttft_ms": (self._first_token - self._submitted) * 1e3,
             "tpot_ms": (self._last_token - self._first_token) * 1e3 / further,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import fields
 from typing import Any
 
-from oasiskv.engine.sampling import SamplingParams
+from oasiskv.engine.sampling import MAX_STOPS, SamplingParams
 from oasiskv.errors import RequestError
 from oasiskv.tokenizer import Tokenizer
 
-_KNOWN = frozenset(f.name for f in fields(SamplingParams)) | {"stop_word_ids", "end_id"}
+# Log-probabilities have no place in the protocol's outputs.
+_KNOWN = (frozenset(f.name for f in fields(SamplingParams)) - {"logprobs"}) | {"stop_word_ids", "end_id"}
 
 
 def sampling_params(params: dict[str, Any], tokenizer: Tokenizer) -> SamplingParams:
@@ -21,31 +23,40 @@ def sampling_params(params: dict[str, Any], tokenizer: Tokenizer) -> SamplingPar
     """
     unknown = params.keys() - _KNOWN
     if unknown:
-        raise RequestError(f"unknown parameters: {', '.join(sorted(unknown))}")
+        raise RequestError(f"unknown parameters: {reprlib.repr(sorted(unknown))}")
     options = dict(params)
-    words = options.pop("stop_word_ids", None) or []
     end_id = options.pop("end_id", None)
-    stop = options.get("stop") or ()
-    stop, stop_ids = [stop] if isinstance(stop, str) else list(stop), list(options.get("stop_token_ids") or ())
-    if not isinstance(words, list):
-        raise RequestError(f"stop_word_ids = {words!r}: must be a list of lists of token ids")
+    if isinstance(options.get("stop"), str):
+        options["stop"] = [options["stop"]]
+    words, stop, stop_ids = (_list(options, name) for name in ("stop_word_ids", "stop", "stop_token_ids"))
     for word in words:
         _stop_word(word, tokenizer, stop, stop_ids)
-    if end_id is not None and type(end_id) is not int:
-        raise RequestError(f"end_id = {end_id!r}: must be a token id")
+    if end_id is not None and (type(end_id) is not int or end_id >= tokenizer.vocab_size):
+        raise RequestError(f"end_id = {reprlib.repr(end_id)}: must be a token id below {tokenizer.vocab_size}, or -1 for none")
     if end_id is not None and end_id not in tokenizer.eos_ids:
         options["ignore_eos"] = True
         stop_ids += [end_id] if end_id >= 0 else []
     return SamplingParams(**{**options, "stop": tuple(stop), "stop_token_ids": tuple(stop_ids)})
 
 
+def _list(options: dict[str, Any], name: str) -> list[Any]:
+    value = options.pop(name, None)
+    if value is None:
+        return []
+    if not isinstance(value, list | tuple) or len(value) > MAX_STOPS:
+        raise RequestError(f"{name} = {reprlib.repr(value)}: must be a list of at most {MAX_STOPS}")
+    return list(value)
+
+
 def _stop_word(word: Any, tokenizer: Tokenizer, stop: list[str], stop_ids: list[int]) -> None:
     if not isinstance(word, list) or not word or not all(type(t) is int and 0 <= t < tokenizer.vocab_size for t in word):
-        raise RequestError(f"stop_word_ids: {word!r} is not a list of token ids in 0..{tokenizer.vocab_size - 1}")
+        raise RequestError(f"stop_word_ids: {reprlib.repr(word)} is not a list of token ids in 0..{tokenizer.vocab_size - 1}")
     text = tokenizer.decode(word)
+    if "\ufffd" in text:
+        raise RequestError(f"stop_word_ids: {reprlib.repr(word)} is part of a character: give whole characters")
     if text:
         stop.append(text)
     elif len(word) == 1:  # a special token has no text
         stop_ids.append(word[0])
     else:
-        raise RequestError(f"stop_word_ids: {word!r} has no text to look for")
+        raise RequestError(f"stop_word_ids: {reprlib.repr(word)} has no text to look for")

@@ -7,7 +7,7 @@ submit, the last with `finished`; one `reply` for a ping or usage; a `fault` bef
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from oasiskv.errors import OasisError
@@ -85,7 +85,7 @@ def failed(request_id: int, code: str, error: str) -> Output:
 
 def encode(message: Request | Answer) -> bytes:
     """A frame. Raises ProtocolError when it would be too large."""
-    body = asdict(message)
+    body = dict(vars(message))  # not asdict, which copies every token id
     op = body.pop("what") if isinstance(message, Ask) else type(message).__name__.lower()
     frame = json.dumps({"v": VERSION, "op": op, **body}, separators=(",", ":"), ensure_ascii=True).encode()
     if len(frame) > MAX_FRAME_BYTES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -38,9 +39,9 @@ class ExecutorServer:
         self._path = socket_path
         self._clients: set[_Client] = set()
         self._lock = threading.Lock()
-        self._last_progress = time.monotonic()
         self._listener = transport.listen(socket_path)
-        threading.Thread(target=self._accept, name="oasiskv-accept", daemon=True).start()
+        self._acceptor = threading.Thread(target=self._accept, name="oasiskv-accept", daemon=True)
+        self._acceptor.start()
 
     def close(self, drain_s: float) -> None:
         """Refuse new requests, let those in flight end for `drain_s` seconds, cancel the rest, say goodbye."""
@@ -52,8 +53,14 @@ class ExecutorServer:
         with self._lock:
             clients = list(self._clients)
         for client in clients:
-            client.finish()
+            client.say_goodbye()
+        end = time.monotonic() + transport.SEND_S
+        for client in clients:
+            client.finish(end - time.monotonic())
         self._closed = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._acceptor.join()
         self._listener.close()
         self._path.unlink(missing_ok=True)
 
@@ -61,13 +68,9 @@ class ExecutorServer:
         with self._lock:
             return sum(len(c.requests) for c in self._clients)
 
-    def progressed(self) -> None:
-        """Note that the engine yielded something, or had nothing to do until now."""
-        self._last_progress = time.monotonic()
-
     def status(self) -> dict[str, Any]:
-        """quiet_s: seconds since the engine last yielded anything; meaningful while something is in flight."""
-        return {**self._identity, "in_flight": self.in_flight(), "quiet_s": time.monotonic() - self._last_progress}
+        """quiet_s: seconds that the engine has been in one step; 0 when it has nothing to do."""
+        return {**self._identity, "in_flight": self.in_flight(), "quiet_s": self.loop.quiet_s()}
 
     def forget(self, client: _Client) -> None:
         with self._lock:
@@ -135,16 +138,20 @@ class _Client:
             self._server.forget(self)
             for engine_id in left:
                 self._server.loop.cancel(engine_id)
-            self.finish()
+            self.say_goodbye()
+            self.finish(transport.SEND_S)
             self._connection.close()
 
-    def finish(self) -> None:
-        """Write what is queued, then hang up, which also ends the reader."""
+    def say_goodbye(self) -> None:
+        """Let the writer end once it has written what is queued."""
         try:
             self._answers.put_nowait(None)
         except queue.Full:
             transport.hang_up(self._connection)
-        self._writer.join(timeout=transport.SEND_S)
+
+    def finish(self, timeout_s: float) -> None:
+        """Wait for the writer, then hang up, which also ends the reader."""
+        self._writer.join(timeout=max(0.0, timeout_s))
         transport.hang_up(self._connection)
 
     def _handle(self, request: protocol.Request) -> None:
@@ -172,8 +179,6 @@ class _Client:
             return protocol.failed(request.id, protocol.UNAVAILABLE, "the executor is shutting down")
         if len(self.requests) >= MAX_IN_FLIGHT:
             return protocol.failed(request.id, protocol.UNAVAILABLE, f"{MAX_IN_FLIGHT} requests are in flight: try again later")
-        if not self._server.in_flight():
-            self._server.progressed()
         loop = self._server.loop
         try:
             params = sampling_params(request.params, loop.tokenizer)
@@ -181,15 +186,17 @@ class _Client:
             # The lock keeps the engine's first output behind the entry in `requests`.
             with self._lock:
                 self.requests[request.id] = loop.submit(prompt, params, lambda o: self._take(request.id, o))
-        except (RequestError, TypeError) as error:
+        except RequestError as error:
             return protocol.failed(request.id, protocol.INVALID, str(error))
         except EngineError as error:
             return protocol.failed(request.id, protocol.UNAVAILABLE, str(error))
+        except Exception as error:  # one request must not end its connection, which may carry many users'
+            _log.exception("a request could not be started")
+            return protocol.failed(request.id, protocol.INTERNAL, f"{type(error).__name__}: {error}")
         return None
 
     def _take(self, request_id: int, output: RequestOutput) -> None:
         """On the engine's thread: never blocks on the client."""
-        self._server.progressed()
         with self._lock:
             if self._gone:
                 return
@@ -213,6 +220,7 @@ class _Client:
         while (answer := self._answers.get()) is not None:
             try:
                 self._connection.send_bytes(protocol.encode(answer))
-            except OSError:
+            except (OSError, protocol.ProtocolError) as error:  # it left, or the answer is over the limit of a frame
+                _log.warning("a client is dropped: %s", error)
                 transport.hang_up(self._connection)
                 return

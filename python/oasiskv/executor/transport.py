@@ -49,14 +49,8 @@ def check_path(path: Path) -> None:
 def listen(path: Path) -> socket.socket:
     """A listening socket only this user can reach. Raises ConfigError when another executor answers there."""
     check_path(path)
-    if path.exists():
-        with socket.socket(socket.AF_UNIX) as probe:
-            try:
-                probe.connect(str(path))
-            except OSError:
-                path.unlink()  # left behind by one that was killed
-            else:
-                raise ConfigError(f"socket {path}: another executor is listening there")
+    if path.is_symlink() or path.exists():
+        _unlink_dead(path)
     listener = socket.socket(socket.AF_UNIX)
     before = os.umask(0o177)
     try:
@@ -67,6 +61,21 @@ def listen(path: Path) -> socket.socket:
         os.umask(before)
     listener.listen(64)
     return listener
+
+
+def _unlink_dead(path: Path) -> None:
+    """Remove the socket of an executor that was killed, and nothing else. Raises ConfigError."""
+    if not stat.S_ISSOCK(path.lstat().st_mode):
+        raise ConfigError(f"socket {path}: there is something there that is not a socket; give another path")
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+        except OSError as error:
+            raise ConfigError(f"socket {path}: {error.strerror}") from None
+        else:
+            raise ConfigError(f"socket {path}: another executor is listening there")
 
 
 def accept(raw: socket.socket, key: bytes) -> Connection:

@@ -44,12 +44,12 @@ class Child:
         """Its last lines of output."""
         if self.exit_code() is not None:
             self._reader.join(timeout=1.0)
-        return "\n".join(f"  {self.name}| {line}" for line in self._tail) or f"  {self.name}| (no output)"
+        return "\n".join(f"  {self.name}| {line}" for line in list(self._tail)) or f"  {self.name}| (no output)"
 
     def last_error(self) -> str | None:
         """The one-line error it ended with, if it is one of ours."""
         self._reader.join(timeout=1.0)
-        return next((line.removeprefix("oasiskv: error: ") for line in reversed(self._tail) if line.startswith("oasiskv: error: ")), None)
+        return next((line.removeprefix("oasiskv: error: ") for line in reversed(list(self._tail)) if line.startswith("oasiskv: error: ")), None)
 
     def dead_members(self, known: set[int]) -> set[int]:
         """Those of `known` process ids that live no more."""
@@ -81,7 +81,8 @@ class Child:
         for line in self._process.stdout:
             self._tail.append(line.rstrip())
             if self._verbose:
-                print(f"{self.name}| {line.rstrip()}", file=sys.stderr, flush=True)
+                with contextlib.suppress(OSError):  # nobody reads standard error: the child must still be drained
+                    print(f"{self.name}| {line.rstrip()}", file=sys.stderr, flush=True)
 
 
 def _alive(pid: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable
 from typing import Any
 
@@ -56,7 +57,7 @@ def unpack_words(array: np.ndarray | None, name: str) -> list[list[int]]:
             begin = end
         else:
             return words
-    raise RequestError(f"{name}: need ids and rising end offsets as [2, n], got shape {list(array.shape)}: {array.tolist()}")
+    raise RequestError(f"{name}: need ids and rising end offsets as [2, n], got shape {list(array.shape)}: {reprlib.repr(array.tolist())}")
 
 
 def sampling(get: GetTensor) -> dict[str, Any]:

@@ -27,6 +27,8 @@ class ServeOptions:
     verbose: bool = False
 
     def __post_init__(self) -> None:
+        if ":" in self.host or not self.host:
+            raise ConfigError(f"--host {self.host!r}: give an IPv4 address or a name")
         ports = {"--grpc-port": self.grpc_port, "--http-port": self.http_port, "--metrics-port": self.metrics_port}
         for flag, port in ports.items():
             if not 1 <= port <= 65535:

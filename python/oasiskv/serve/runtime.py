@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import TextIO
 
 _NAME = "oasiskv-"
 _SHM = Path("/dev/shm")
@@ -21,10 +22,8 @@ class Runtime:
 
     def __enter__(self) -> Runtime:
         sweep()
-        self.folder = Path(tempfile.mkdtemp(prefix=_NAME))  # mode 0700
+        self.folder, self._lock = _locked_folder()
         self.shm_prefix = self.folder.name
-        self._lock = (self.folder / "lock").open("w")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
         self.cwd = self.folder / "cwd"  # Triton's stubs import from where they start: keep it empty
         self.cwd.mkdir()
         return self
@@ -47,6 +46,17 @@ class Runtime:
         _clean_shm(self.shm_prefix)
 
 
+def _locked_folder() -> tuple[Path, TextIO]:
+    """A private folder and the lock that is held on it."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_NAME))  # mode 0700
+        lock = (folder / "lock").open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if (folder / "lock").exists():
+            return folder, lock
+        lock.close()  # the sweep of another start had the lock first and took the folder away
+
+
 def sweep() -> None:
     """Remove what servers of this user left that were killed."""
     for lock in Path(tempfile.gettempdir()).glob(f"{_NAME}*/lock"):
@@ -62,5 +72,6 @@ def sweep() -> None:
 
 
 def _clean_shm(prefix: str) -> None:
-    for region in _SHM.glob(f"{prefix}*"):
-        region.unlink(missing_ok=True)
+    for region in _SHM.iterdir():
+        if region.name.startswith(prefix):
+            region.unlink(missing_ok=True)

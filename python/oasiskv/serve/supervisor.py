@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import queue
 import signal
 import sys
 import threading
@@ -14,6 +16,7 @@ from typing import Any
 
 from oasiskv.errors import ConfigError, EngineError, OasisError, ServeError
 from oasiskv.executor.client import ExecutorClient
+from oasiskv.executor.protocol import Output
 from oasiskv.executor.transport import write_key
 from oasiskv.serve import grpc_client, repo, triton
 from oasiskv.serve.child import Child
@@ -23,7 +26,6 @@ from oasiskv.serve.runtime import Runtime
 _POLL_S = 0.25
 _TRITON_EXIT_S = 8
 _BUSY_S = 120.0  # an engine with requests in flight that yields nothing for so long hangs
-_RECOVER_S = 60.0
 _MAX_RECOVERIES, _WINDOW_S = 5, 600.0
 
 
@@ -104,7 +106,12 @@ class Supervisor:
         for child in children:
             child.terminate()
         for child in children:
-            child.stop(max(self._options.drain_s, _TRITON_EXIT_S) + 4.0)
+            child.stop(self._triton_exit_s + 4.0)
+
+    @property
+    def _triton_exit_s(self) -> int:
+        """Longer than the executor's drain, so that its last answers still get through."""
+        return max(_TRITON_EXIT_S, math.ceil(self._options.drain_s) + 2)
 
     # ------------------------------------------------------------ starting
 
@@ -155,7 +162,7 @@ class Supervisor:
             f"--cache-directory={self._triton.root / 'caches'}",
             f"--http-address={o.host}", f"--http-port={o.http_port}", f"--grpc-address={o.host}", f"--grpc-port={o.grpc_port}",
             f"--metrics-address={o.host}", f"--metrics-port={o.metrics_port}", "--allow-gpu-metrics=false",
-            "--disable-auto-complete-config", f"--exit-timeout-secs={_TRITON_EXIT_S}",
+            "--disable-auto-complete-config", f"--exit-timeout-secs={self._triton_exit_s}",
             f"--backend-config=python,shm-region-prefix-name={self._runtime.shm_prefix}",
         ]  # fmt: skip
         self._server = child = Child("triton", command, self._runtime.cwd, self._triton.environment(), o.verbose)
@@ -228,7 +235,7 @@ class Supervisor:
         return None
 
     def _busy(self) -> bool:
-        """Whether the engine has work and yields tokens: the probe then merely waits in its queue."""
+        """Whether the engine has work and gets through its steps: the probe then merely waits in its queue."""
         try:
             ping = self._ping()
         except OasisError:
@@ -264,18 +271,24 @@ class Supervisor:
             return
         self._server.stop(1.0)
         self._runtime.clean_shm()
-        self._start_triton(_RECOVER_S)
+        self._start_triton(self._options.start_s)
         _log("restarted tritonserver")
 
     def _executor_answers(self) -> bool:
         assert self._executor
         if self._executor.exit_code() is not None:
             return False
+        return self._busy() or self._executor_generates()
+
+    def _executor_generates(self) -> bool:
+        """Whether it answers a request of one token; an engine may accept requests and fail them all."""
+        ended: queue.SimpleQueue[Output] = queue.SimpleQueue()
         try:
-            ping = self._ping()
-        except OasisError:
+            with ExecutorClient(self._runtime.socket, self._runtime.authkey_file, deadline_s=0.2) as client:
+                client.submit([0], {"max_tokens": 1}, lambda output: ended.put(output) if output.finished else None)
+                return ended.get(timeout=self._options.probe_deadline_s).code is None
+        except (OasisError, queue.Empty):
             return False
-        return ping["in_flight"] == 0 or ping["quiet_s"] < _BUSY_S
 
     def _answers_again(self) -> bool:
         end = time.monotonic() + 5.0

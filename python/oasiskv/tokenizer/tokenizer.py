@@ -118,17 +118,17 @@ class Tokenizer:
     def same_vocabulary(self, other: Tokenizer) -> bool:
         return self._backend.get_vocab() == other._backend.get_vocab()
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, bos: bool = True) -> list[int]:
         """Raw text to ids; a beginning-of-sequence token only where the model's own configuration adds one, and never twice.
 
-        Raises RequestError for text that is not Unicode.
+        `bos=False` for text that begins no prompt. Raises RequestError for text that is not Unicode.
         """
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise RequestError(f"the prompt is not valid Unicode at character {error.start}: {error.reason}") from None
         ids = self._backend.encode(text, add_special_tokens=False).ids
-        if self._prepend is not None and ids[:1] != [self._prepend]:
+        if bos and self._prepend is not None and ids[:1] != [self._prepend]:
             return [self._prepend, *ids]
         return ids
 
@@ -154,8 +154,8 @@ class Tokenizer:
         def raise_exception(message: str) -> None:
             raise TemplateError(message)
 
-        def tojson(value: Any, **options: Any) -> str:  # jinja's own escapes for HTML
-            return json.dumps(value, ensure_ascii=False, **options)
+        def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:  # jinja's own escapes for HTML
+            return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
         environment.globals["raise_exception"] = raise_exception
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)

@@ -31,7 +31,7 @@ class TritonPythonModel:
 
         try:
             ids = self._tokenizer.encode(contract.text(get, "QUERY") or "")
-            words = [self._tokenizer.encode(word) for word in contract.texts(get, "STOP_WORDS_DICT")]
+            words = [self._tokenizer.encode(word, bos=False) for word in contract.texts(get, "STOP_WORDS_DICT")]
             end_id = contract.scalar(get, "END_ID")
             outputs = {
                 "INPUT_ID": np.array([ids], dtype=np.int32),

@@ -1,4 +1,4 @@
-"""How much memory the pools may hope for: they are mapped at the start and touched as they fill."""
+"""What of the machine this process may use."""
 
 from __future__ import annotations
 
@@ -10,20 +10,30 @@ from oasiskv import _core
 from oasiskv.config import EngineConfig
 from oasiskv.errors import ConfigError
 
-_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
+_MEMORY_MAX = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
+def usable_cpus() -> int:
+    """Cores this process may run on, or the control group's quota of them where that is lower."""
+    cpus = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):  # absent, or "max"
+        quota, period = _CPU_MAX.read_text().split()
+        cpus = min(cpus, max(1, int(quota) // int(period)))
+    return cpus
 
 
 def memory_bytes() -> int:
     """Physical memory, or the control group's limit where that is lower."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for path in _CGROUP_LIMITS:
+    for path in _MEMORY_MAX:
         with contextlib.suppress(OSError, ValueError):  # absent, or "max"
             limits.append(int(path.read_text()))
     return min(limits)
 
 
 def check_pools_fit(config: EngineConfig, core: _core.CoreConfig) -> None:
-    """Raise ConfigError for pools larger than the memory: the kernel would kill the process once they fill."""
+    """Raise ConfigError for pools larger than the memory: they are touched as they fill, and the kernel would then kill the process."""
     wanted = core.page_bytes * (core.device_pages * core.num_layers + core.host_blocks)
     have = memory_bytes()
     if wanted > have:
