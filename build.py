@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent
+LINTED = ("python", "tests", "build.py", "triton_model_repo")
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 LOGS = ROOT / "build" / "logs"
@@ -277,9 +278,15 @@ def demo(arguments: list[str]) -> int:
 def test(arguments: list[str]) -> int:
     """Ends with pytest's summary line and exit code."""
     setup()
-    say("lint: ruff")
-    if run([str(PYTHON), "-m", "ruff", "check", "python", "tests", "build.py", "triton_model_repo"]) != 0:
-        raise BuildError("ruff found faults: see above")
+    say("lint: ruff, clang-format")
+    sources = [str(p) for p in sorted((ROOT / "cpp").rglob("*")) if p.suffix in (".h", ".cpp")]
+    for command, mend in (
+        (["ruff", "check", *LINTED], "mend them"),
+        (["ruff", "format", "--check", *LINTED], "run .venv/bin/ruff format"),
+        (["clang-format", "--dry-run", "--Werror", *sources], "run .venv/bin/clang-format -i"),
+    ):
+        if run([str(VENV / "bin" / command[0]), *command[1:]]) != 0:
+            raise BuildError(f"{command[0]} found faults, see above: {mend}")
     say("tests: pytest")
     return run([str(PYTHON), "-m", "pytest", *arguments], env=child_env())
 

@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
 
-BACKEND = '''
+BACKEND = """
 import base64, os, pathlib, zipfile
 if pathlib.Path("cpp/src/a.cpp").read_text() == "broken":
     raise SystemExit("a.cpp:1:1: error: this is broken")
@@ -33,7 +33,7 @@ def build_editable(folder, config_settings=None, metadata_directory=None):
         z.writestr(info + "/WHEEL", "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n")
         z.writestr(info + "/RECORD", "")
     return name
-'''
+"""
 DEMO = """
 import subprocess, sys, time
 if sys.argv[1:] == ["fail"]:

@@ -178,7 +178,8 @@ def test_unsupported_checkpoints_are_refused_by_name(checkpoint, changes, named)
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"), ({"rope_scaling": {"rope_type": "yarn"}}, "factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"), ({"num_attention_heads": 0}, "num_attention_heads"),
         ({"hidden_size": "remove"}, "hidden_size"), ({"rope_theta": "abc"}, "abc"), ({"rope_parameters": [1]}, "rope_parameters"),
-        ({"rope_scaling": "yarn"}, "rope_scaling"), ({"rope_scaling": {"rope_type": ["yarn"]}}, "yarn"), ({"model_type": ["llama"]}, "model_type"),
+        ({"rope_scaling": "yarn"}, "rope_scaling"), ({"rope_scaling": {"rope_type": ["yarn"]}}, "yarn"),
+        ({"model_type": ["llama"]}, "model_type"),
         ({"layer_types": 5}, "layer_types"), ({"head_dim": "8"}, "head_size"), ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
     ],
     ids=str,
@@ -293,7 +294,13 @@ def _gguf_permute(w: torch.Tensor, heads: int) -> np.ndarray:
 
 
 def write_gguf(
-    path: Path, arch: str, skip: tuple[str, ...] = (), merge: str = "! #", bos: int | None = None, types: list[int] | None = None, **metadata
+    path: Path,
+    arch: str,
+    skip: tuple[str, ...] = (),
+    merge: str = "! #",
+    bos: int | None = None,
+    types: list[int] | None = None,
+    **metadata,
 ) -> None:
     from gguf import GGUFWriter
 
@@ -350,7 +357,8 @@ def test_gguf_and_hf_give_the_same_weights(checkpoint, tmp_path, arch):
         ({"rope.scaling.type": "yarn"}, "yarn"), ({"skip": ("blk.1.ffn_up.weight",)}, r"blk\.1\.ffn_up\.weight"),
         ({"skip": ("block_count",)}, "block_count"), ({"merge": "# !"}, "merges"), ({"attention.head_count": 0}, "head_count"),
         ({"attention.head_count": "4"}, "head_count"), ({"context_length": 2**31}, "max_position_embeddings"),
-        ({"rope.scale_linear": 2}, "scale_linear"), ({"rope.dimension_count": 4}, "dimension_count"), ({"bos": VOCAB}, "bos_token_id"), ({"types": [1]}, "token_type"),
+        ({"rope.scale_linear": 2}, "scale_linear"), ({"rope.dimension_count": 4}, "dimension_count"), ({"bos": VOCAB}, "bos_token_id"),
+        ({"types": [1]}, "token_type"),
     ],
     ids=str,
 )  # fmt: skip

@@ -16,7 +16,8 @@ from oasiskv.cli.main import main
 
 STATS = {
     "prompt_tokens", "generated_tokens", "dense_steps", "sparse_steps", "top_k_blocks", "fetch_cap_blocks", "resident_tokens_max",
-    "blocks_predicted", "blocks_admitted", "blocks_capped", "bytes_fetched", "stall_ms", "ttft_ms", "tpot_ms", "draft_tokens", "draft_accepted",
+    "blocks_predicted", "blocks_admitted", "blocks_capped", "bytes_fetched", "stall_ms", "ttft_ms", "tpot_ms", "draft_tokens",
+    "draft_accepted",
 }  # fmt: skip
 
 
@@ -85,7 +86,9 @@ def test_an_empty_prompt_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 def test_json_lines_come_in_prompt_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "p.txt").write_text("word " * 120, encoding="utf-8")
     flags = ["--max-tokens", "6", "--ignore-eos", "--json", "--top-k-blocks", "4", "--sparse-from", "64", "--device-kv-gib", "0.25"]
-    assert code("generate", "--prompt", "One", "--prompt-file", str(tmp_path / "p.txt"), "--prompt", "The capital of France is", *flags) == 0
+    assert (
+        code("generate", "--prompt", "One", "--prompt-file", str(tmp_path / "p.txt"), "--prompt", "The capital of France is", *flags) == 0
+    )
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["stats"]["generated_tokens"] for line in lines] == [6, 6, 6]
     assert all(line["stats"].keys() >= STATS and line["finish_reason"] == "length" and len(line["token_ids"]) == 6 for line in lines)
@@ -105,7 +108,9 @@ def test_output_that_cannot_be_written_is_one_line() -> None:
 
 
 def test_an_answer_beyond_the_terminals_encoding_is_escaped() -> None:
-    script = "import sys; from oasiskv.cli import main, env; env.run = lambda a: print('\\u00fc\\U0001f642') or 0; sys.exit(main.main(['env']))"
+    script = (
+        "import sys; from oasiskv.cli import main, env; env.run = lambda a: print('\\u00fc\\U0001f642') or 0; sys.exit(main.main(['env']))"
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, env=os.environ | {"PYTHONIOENCODING": "ascii"}, check=False)
     assert done.returncode == 0 and done.stdout == b"\\xfc\\U0001f642\n", done.stderr
 

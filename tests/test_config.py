@@ -74,9 +74,11 @@ def test_config_is_frozen():
     "options",
     [
         {"max_tokens": 0}, {"max_tokens": 1.0}, {"max_tokens": True}, {"temperature": -0.1}, {"temperature": float("nan")},
-        {"temperature": "1"}, {"temperature": 10**400}, {"max_tokens": 2**31}, {"top_k": 2**31}, {"stop_token_ids": (2**31,)}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}, {"min_p": -0.1}, {"min_p": 1.5}, {"seed": -1}, {"seed": 2**64},
+        {"temperature": "1"}, {"temperature": 10**400}, {"max_tokens": 2**31}, {"top_k": 2**31}, {"stop_token_ids": (2**31,)},
+        {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}, {"min_p": -0.1}, {"min_p": 1.5}, {"seed": -1}, {"seed": 2**64},
         {"repetition_penalty": 0.0}, {"presence_penalty": 2.1}, {"frequency_penalty": float("inf")}, {"stop": ("",)}, {"stop": (1,)},
-        {"stop": None}, {"stop": ("x",) * 65}, {"stop": ("x" * 1025,)}, {"stop_token_ids": (1,) * 65}, {"stop_token_ids": (-1,)}, {"stop_token_ids": 5}, {"logprobs": 21}, {"logprobs": -1}, {"min_tokens": 129},
+        {"stop": None}, {"stop": ("x",) * 65}, {"stop": ("x" * 1025,)}, {"stop_token_ids": (1,) * 65}, {"stop_token_ids": (-1,)},
+        {"stop_token_ids": 5}, {"logprobs": 21}, {"logprobs": -1}, {"min_tokens": 129},
         {"min_tokens": -1}, {"ignore_eos": "yes"}, {"include_stop_text": 1},
     ],
     ids=str,

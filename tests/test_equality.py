@@ -39,8 +39,12 @@ def test_dense_equals_transformers(prompts: list[list[int]], dense: list[list[in
     for prompt, ours in zip(prompts, dense, strict=True):
         with torch.inference_mode():
             out = model.generate(
-                torch.tensor([prompt]), max_new_tokens=GREEDY.max_tokens, min_new_tokens=GREEDY.max_tokens, do_sample=False,
-                eos_token_id=-1, pad_token_id=0,
+                torch.tensor([prompt]),
+                max_new_tokens=GREEDY.max_tokens,
+                min_new_tokens=GREEDY.max_tokens,
+                do_sample=False,
+                eos_token_id=-1,
+                pad_token_id=0,
             )
         assert out[0, len(prompt) :].tolist() == ours, f"prompt of {len(prompt)} tokens"
 

@@ -89,7 +89,8 @@ def test_text_and_token_prompts_answer_alike(executor: Executor) -> None:
 @pytest.mark.parametrize(
     ("params", "named"),
     [({"max_tokens": 0}, "max_tokens"), ({"max_tokens": 10**6}, "max_seq_len"), ({"nonsense": 1}, "nonsense"), ({"top_p": "x"}, "top_p"),
-     ({"stop_word_ids": [[-1]]}, "stop_word_ids"), ({"stop": 5}, "stop"), ({"stop": 0}, "stop"), ({"stop_word_ids": False}, "stop_word_ids"), ({"stop": ["x"] * 65}, "stop"),
+     ({"stop_word_ids": [[-1]]}, "stop_word_ids"), ({"stop": 5}, "stop"), ({"stop": 0}, "stop"),
+     ({"stop_word_ids": False}, "stop_word_ids"), ({"stop": ["x"] * 65}, "stop"),
      ({"stop_word_ids": [[1]] * 65}, "stop_word_ids"), ({"logprobs": 1}, "logprobs"), ({"end_id": 10**6}, "end_id"),
      ({"top_p": "x" * 10**7}, "top_p"), ({"end_id": "x"}, "end_id")],
 )  # fmt: skip
@@ -211,7 +212,9 @@ def test_it_dies_with_its_parent(tmp_path: Path) -> None:
         "p=subprocess.Popen([sys.executable,'-m','oasiskv.executor','--socket',sys.argv[1],'--authkey-file',sys.argv[2],"
         "'--parent-pid',str(os.getpid())]);print(p.pid,flush=True);time.sleep(60)"
     )
-    parent = subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "s"), str(tmp_path / "key")], stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path / "s"), str(tmp_path / "key")], stdout=subprocess.PIPE, text=True
+    )
     child = int(parent.stdout.readline())
     # `exit 1` instead of dying with it is fine too: it then came up after the parent was gone.
     parent.kill()

@@ -68,7 +68,9 @@ def test_random_endings_over_small_pools(prose_ids: list[int]) -> None:
     for i in range(total):
         assert room.acquire(timeout=120), "hang"
         start, length = rng.randrange(50_000), rng.randrange(1, 160)
-        params = SamplingParams(max_tokens=rng.randrange(1, 60), temperature=rng.choice([0.0, 1.0]), seed=i, stop=("the",) if i % 7 == 0 else ())
+        params = SamplingParams(
+            max_tokens=rng.randrange(1, 60), temperature=rng.choice([0.0, 1.0]), seed=i, stop=("the",) if i % 7 == 0 else ()
+        )
         submitted.append(loop.submit(prose_ids[start : start + length], params, guarded))
         if rng.random() < 0.1:
             loop.cancel(rng.choice(submitted))

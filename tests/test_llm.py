@@ -27,8 +27,10 @@ def llm() -> LLM:
 @pytest.mark.parametrize(
     ("prompt", "error", "named"),
     [
-        ([1.5, 2], RequestError, "float"), ([1, "a"], RequestError, "'a'|str"), ([None], RequestError, "NoneType"), (7, RequestError, "int"),
-        ([], RequestError, "empty"), ([1, -1], RequestError, "-1"), ([1, 2**70], RequestError, str(2**70)), ([1] * 600, CapacityError, "512"),
+        ([1.5, 2], RequestError, "float"), ([1, "a"], RequestError, "'a'|str"), ([None], RequestError, "NoneType"),
+        (7, RequestError, "int"),
+        ([], RequestError, "empty"), ([1, -1], RequestError, "-1"), ([1, 2**70], RequestError, str(2**70)),
+        ([1] * 600, CapacityError, "512"),
     ],
 )  # fmt: skip
 def test_a_bad_prompt_hurts_nobody_else(llm: LLM, prompt: object, error: type[Exception], named: str) -> None:

@@ -100,7 +100,9 @@ def core_inputs(**values: np.ndarray) -> list[grpcclient.InferInput]:
 
 def core_request(tokens: int, **more: np.ndarray) -> list[grpcclient.InferInput]:
     one = np.ones((1, 1), np.int32)
-    return core_inputs(input_ids=np.full((1, 4), 500, np.int32), input_lengths=one * 4, request_output_len=one * tokens, end_id=-one, **more)
+    return core_inputs(
+        input_ids=np.full((1, 4), 500, np.int32), input_lengths=one * 4, request_output_len=one * tokens, end_id=-one, **more
+    )
 
 
 class Stream:
@@ -225,7 +227,9 @@ def test_faults_during_a_recovery_and_giving_up() -> None:
             break
         below += running.descendants()
         os.kill(stubs[-1], signal.SIGKILL)
-        eventually(lambda n=recovered: running.process.poll() is not None or sum("recovered" in line for line in running.log) > n, RECOVERY_S)
+        eventually(
+            lambda n=recovered: running.process.poll() is not None or sum("recovered" in line for line in running.log) > n, RECOVERY_S
+        )
     assert running.process.wait(40) == 1
     eventually(lambda: "giving up" in running.log[-1] and running.log[-1].startswith("oasiskv: error: 5 recoveries"), 5)
     assert not any(map(_alive, below))
@@ -247,7 +251,9 @@ def test_its_end_leaves_nothing(number: signal.Signals) -> None:
     running = Service()
     below = running.descendants()
     assert len(below) >= 5
-    folders = [f for f in Path(tempfile.gettempdir()).glob("oasiskv-*") if str(f) in "".join(_read(Path(f"/proc/{p}/cmdline")) for p in below)]
+    folders = [
+        f for f in Path(tempfile.gettempdir()).glob("oasiskv-*") if str(f) in "".join(_read(Path(f"/proc/{p}/cmdline")) for p in below)
+    ]
     assert len(folders) == 1
     running.process.send_signal(number)
     assert running.process.wait(30) == (130 if number == signal.SIGINT else -number)
@@ -269,7 +275,12 @@ def test_contract_words_round_trip() -> None:
 
 @pytest.mark.parametrize(
     ("inputs", "temperature"),
-    [({}, 0.0), ({"runtime_top_k": 1, "temperature": 1.0}, 0.0), ({"runtime_top_k": 5}, 1.0), ({"runtime_top_p": 0.9, "temperature": 0.5}, 0.5)],
+    [
+        ({}, 0.0),
+        ({"runtime_top_k": 1, "temperature": 1.0}, 0.0),
+        ({"runtime_top_k": 5}, 1.0),
+        ({"runtime_top_p": 0.9, "temperature": 0.5}, 0.5),
+    ],
 )
 def test_contract_defaults_follow_tensorrt_llm(inputs: dict[str, float], temperature: float) -> None:
     tensors = {"request_output_len": np.array([3]), **{k: np.array([v]) for k, v in inputs.items()}}

@@ -122,9 +122,7 @@ def sentencepiece_like() -> Backend:
     vocab = {"<unk>": 0, "<s>": 1, "▁": 2, "a": 3, "b": 4, "▁a": 5} | {f"<0x{b:02X}>": 6 + b for b in range(256)}
     backend = Backend(models.BPE(vocab=vocab, merges=[("▁", "a")], unk_token="<unk>", byte_fallback=True))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     backend.add_special_tokens(["<s>"])
     backend.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
     return backend

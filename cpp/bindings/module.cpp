@@ -102,12 +102,15 @@ PYBIND11_MODULE(_core, m) {
       .def_readonly("n", &PackedWeight::n)
       .def_readonly("k", &PackedWeight::k);
   m.def("linear", &linear, nogil());
-  m.def("rms_norm", [](uintptr_t x, int64_t rows, int64_t dim, uintptr_t w, float eps, uintptr_t y) {
-    cpu_ops().rms_norm(in(x), rows, dim, in(w), eps, out(y), g_threads);
-  }, nogil());
-  m.def("silu_mul", [](uintptr_t x, int64_t rows, int64_t inter, uintptr_t y) {
-    cpu_ops().silu_mul(in(x), rows, inter, out(y), g_threads);
-  }, nogil());
+  m.def(
+      "rms_norm",
+      [](uintptr_t x, int64_t rows, int64_t dim, uintptr_t w, float eps, uintptr_t y) {
+        cpu_ops().rms_norm(in(x), rows, dim, in(w), eps, out(y), g_threads);
+      },
+      nogil());
+  m.def(
+      "silu_mul", [](uintptr_t x, int64_t rows, int64_t inter, uintptr_t y) { cpu_ops().silu_mul(in(x), rows, inter, out(y), g_threads); },
+      nogil());
 
   py::class_<CoreConfig>(m, "CoreConfig")
       .def(py::init<>())
@@ -151,18 +154,20 @@ PYBIND11_MODULE(_core, m) {
       .def("end", &Core::end, nogil())
       .def("begin_step", &Core::begin_step, nogil())
       .def("plan", &plan_groups, nogil())
-      .def("forward", [](Core& c, int layer, uintptr_t qkv, uintptr_t y) { c.forward(layer, in(qkv), out(y)); }, nogil())
+      .def(
+          "forward", [](Core& c, int layer, uintptr_t qkv, uintptr_t y) { c.forward(layer, in(qkv), out(y)); }, nogil())
       .def("commit", &Core::commit)
       .def("abort_step", &Core::abort_step, nogil())
       .def("drain", &Core::drain, nogil())
-      .def("stats", [](Core& c, RequestId id) {
-        SequenceStats s;
-        {
-          py::gil_scoped_release release;
-          s = c.stats(id);
-        }
-        return stats_dict(s);
-      })
+      .def("stats",
+           [](Core& c, RequestId id) {
+             SequenceStats s;
+             {
+               py::gil_scoped_release release;
+               s = c.stats(id);
+             }
+             return stats_dict(s);
+           })
       .def("usage", [](Core& c) { return usage_dict(c.usage()); })
       .def("take_trace", [](Core& c) {
         std::vector<TraceRecord> records;

@@ -35,7 +35,8 @@ void CoreConfig::validate() const {
   need(sparse_from_tokens >= kBlockTokens, "sparse_from_tokens", sparse_from_tokens, "must be at least one block (16)");
   need(max_draft_len >= 0 && max_draft_len <= kMaxDraftLen, "max_draft_len", max_draft_len, "must be in 0..15");
   need(device_pages > 0 && device_pages <= INT32_MAX, "device_pages", device_pages, "must be in 1..2^31-1: change device_kv_gib");
-  need(host_blocks >= num_layers && host_blocks <= INT32_MAX, "host_blocks", host_blocks, "must hold one block of every layer, and be below 2^31: change host_kv_gib");
+  need(host_blocks >= num_layers && host_blocks <= INT32_MAX, "host_blocks", host_blocks,
+       "must hold one block of every layer, and be below 2^31: change host_kv_gib");
   need(summary_pages >= 0, "summary_pages", summary_pages, "must be 0 (automatic) or more");
   need(max_batch_size > 0, "max_batch_size", max_batch_size, "must be at least 1");
   need(max_num_tokens >= max_batch_size * (1 + max_draft_len), "max_num_tokens", max_num_tokens,

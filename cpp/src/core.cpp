@@ -125,9 +125,16 @@ void Core::attend(int layer, float* out) {
   std::vector<AttentionSegment> segments;
   for (const RowGroup& g : step_->groups)
     segments.push_back({q_.data() + g.row0 * q_floats, out + g.row0 * q_floats, g.pages.data(), g.rows, g.visible});
-  AttentionArgs args{segments.data(),     static_cast<int32_t>(segments.size()), pools_.device.layer(layer), config_.num_kv_heads,
-                     config_.group(),     config_.head_dim,                      q_floats,                   q_floats,
-                     nullptr,             config_.num_threads};
+  AttentionArgs args{segments.data(),
+                     static_cast<int32_t>(segments.size()),
+                     pools_.device.layer(layer),
+                     config_.num_kv_heads,
+                     config_.group(),
+                     config_.head_dim,
+                     q_floats,
+                     q_floats,
+                     nullptr,
+                     config_.num_threads};
   const size_t need = ops_.attention_scratch(args);
   if (scratch_.size() < need) scratch_.resize(need);
   args.scratch = scratch_.data();

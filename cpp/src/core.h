@@ -51,7 +51,7 @@ class Core {
   std::vector<float> cos_, sin_;
   std::unique_ptr<Background> background_;
   std::unique_ptr<Scheduler> scheduler_;
-  int64_t owner_;  // the process whose threads the background has
+  int64_t owner_;                   // the process whose threads the background has
   std::shared_ptr<StepPlan> step_;  // between plan() and commit()
   int next_layer_ = 0;
   std::vector<float> q_, scratch_;

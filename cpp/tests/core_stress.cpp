@@ -126,8 +126,7 @@ Digest run(int delay_us, int requests, uint64_t seed) {
   }
   core.drain();
   const Usage u = core.usage();
-  if (u.device_pages_free != fresh.device_pages || u.host_blocks_free != fresh.host_blocks ||
-      u.summary_pages_free != fresh.summary_pages)
+  if (u.device_pages_free != fresh.device_pages || u.host_blocks_free != fresh.host_blocks || u.summary_pages_free != fresh.summary_pages)
     fail("pools are not back at their baseline");
   return d;
 }
@@ -160,7 +159,8 @@ int main(int argc, char** argv) {
   const int requests = argc > 1 ? std::atoi(argv[1]) : 60;
   const Digest a = run(0, requests, 1), b = run(2000, requests, 1);
   if (a.value != b.value) fail("a delayed transfer changed the outputs");
-  if (a.sparse == 0 || a.preempted == 0) fail("no sparse step or no preemption: " + std::to_string(a.sparse) + ", " + std::to_string(a.preempted));
+  if (a.sparse == 0 || a.preempted == 0)
+    fail("no sparse step or no preemption: " + std::to_string(a.sparse) + ", " + std::to_string(a.preempted));
   for (uint64_t seed = 0; seed < 8; ++seed) drop(seed);
   std::printf("ok requests=%lld sparse_steps=%lld preemptions=%lld digest=%016llx\n", static_cast<long long>(a.ended),
               static_cast<long long>(a.sparse), static_cast<long long>(a.preempted), static_cast<unsigned long long>(a.value));

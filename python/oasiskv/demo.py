@@ -47,8 +47,23 @@ class Service:
 
     def __init__(self, *flags: str) -> None:
         self.port, http, metrics = free_ports(3)
-        command = [sys.executable, "-m", "oasiskv.cli", "serve", "--model", MODEL, "--top-k-blocks", str(TOP_K), "--grpc-port",
-                   str(self.port), "--http-port", str(http), "--metrics-port", str(metrics), *flags]
+        command = [
+            sys.executable,
+            "-m",
+            "oasiskv.cli",
+            "serve",
+            "--model",
+            MODEL,
+            "--top-k-blocks",
+            str(TOP_K),
+            "--grpc-port",
+            str(self.port),
+            "--http-port",
+            str(http),
+            "--metrics-port",
+            str(metrics),
+            *flags,
+        ]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             line = next((line for line in self._process.stdout if "ready:" in line), None)
@@ -89,8 +104,14 @@ def table(sparse: dict[str, Any], dense: dict[str, Any]) -> str:
         ("working set a head", f"{sparse['resident_tokens_max']} tokens (K = {TOP_K} blocks of 16, and the local ones)"),
         ("sparse steps", f"{sparse['sparse_steps']}"),
         ("block-heads predicted", f"{sparse['blocks_predicted']:,}"),
-        ("  fetched / left out", f"{sparse['blocks_admitted']:,} / {sparse['blocks_capped']:,} (cap {sparse['fetch_cap_blocks']} a head and step)"),
-        ("bytes moved", f"{sparse['bytes_fetched'] / 2**20:.1f} MiB, {sparse['bytes_fetched'] / max(1, sparse['sparse_steps']) / 2**20:.2f} a step"),
+        (
+            "  fetched / left out",
+            f"{sparse['blocks_admitted']:,} / {sparse['blocks_capped']:,} (cap {sparse['fetch_cap_blocks']} a head and step)",
+        ),
+        (
+            "bytes moved",
+            f"{sparse['bytes_fetched'] / 2**20:.1f} MiB, {sparse['bytes_fetched'] / max(1, sparse['sparse_steps']) / 2**20:.2f} a step",
+        ),
         ("time waited for them", f"{sparse['stall_ms']:.1f} ms in all"),
         ("tokens per second", f"sparse {sparse['tokens_per_s']:.1f}, dense {dense['tokens_per_s']:.1f}"),
     ]
@@ -111,8 +132,12 @@ def main() -> int:
         dense = ask(service.port, text, show=False)
     print(f"\n{table(sparse, dense)}")
     if args.json:
-        figures = sparse | {"transport": "grpc", "tokens_per_s_sparse": sparse["tokens_per_s"], "tokens_per_s_dense": dense["tokens_per_s"],
-                            "dense_answer": dense["answer"]}
+        figures = sparse | {
+            "transport": "grpc",
+            "tokens_per_s_sparse": sparse["tokens_per_s"],
+            "tokens_per_s_dense": dense["tokens_per_s"],
+            "dense_answer": dense["answer"],
+        }
         del figures["tokens_per_s"]
         args.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     return 0

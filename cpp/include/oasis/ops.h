@@ -16,7 +16,7 @@ struct AttentionSegment {
   float* out = nullptr;            // [rows][out_stride], the same head order
   const int32_t* pages = nullptr;  // device pages in reading order
   int32_t rows = 0;
-  int64_t visible = 0;             // tokens that row 0 sees, at least 1
+  int64_t visible = 0;  // tokens that row 0 sees, at least 1
 };
 
 struct AttentionArgs {
@@ -28,7 +28,7 @@ struct AttentionArgs {
   int32_t head_dim = 0;
   int64_t q_stride = 0;
   int64_t out_stride = 0;
-  float* scratch = nullptr;     // Ops::attention_scratch floats
+  float* scratch = nullptr;  // Ops::attention_scratch floats
   int32_t num_threads = 1;
 };
 
@@ -38,8 +38,8 @@ struct Ops {
   // Packs [n][k] into panels of 32 output columns; `packed` holds packed_floats(n, k).
   void (*pack_weight)(const float* weight, int64_t n, int64_t k, float* packed);
   // out[rows][n] = x[rows][k] . weight^T (+ bias[n] if not null). scratch: rows * k floats.
-  void (*linear)(const float* x, int64_t rows, const float* packed, int64_t n, int64_t k, const float* bias, float* out,
-                 float* scratch, int num_threads);
+  void (*linear)(const float* x, int64_t rows, const float* packed, int64_t n, int64_t k, const float* bias, float* out, float* scratch,
+                 int num_threads);
   void (*rms_norm)(const float* x, int64_t rows, int64_t dim, const float* weight, float eps, float* out, int num_threads);
   // out[rows][inter] = silu(gate) * up, with gate_up[rows][2 * inter], gate first.
   void (*silu_mul)(const float* gate_up, int64_t rows, int64_t inter, float* out, int num_threads);

@@ -43,9 +43,7 @@ bool SequenceKv::grow_pages(int64_t total) {
 
 DevicePage SequenceKv::page_of_open_block(LogicalBlock b) const { return sparse_ ? local_[b.value % 2] : pages_[b.value]; }
 
-DevicePage SequenceKv::page_of_position(int64_t position) const {
-  return page_of_open_block(LogicalBlock(position / kBlockTokens));
-}
+DevicePage SequenceKv::page_of_position(int64_t position) const { return page_of_open_block(LogicalBlock(position / kBlockTokens)); }
 
 std::vector<int32_t> SequenceKv::reading_order(int64_t last_position) const {
   std::vector<int32_t> order;

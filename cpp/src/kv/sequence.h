@@ -45,9 +45,9 @@ class SequenceKv {
   // Turns dense into sparse: `chosen[layer * heads + head]` are the blocks to keep. Both local pages must exist: grow_pages first.
   void sparsify(std::vector<std::vector<LogicalBlock>>& chosen, int64_t complete, int64_t step);
 
-  void save_to_host();            // preemption: open blocks and summaries; frees all device memory
+  void save_to_host();  // preemption: open blocks and summaries; frees all device memory
   int64_t pages_to_restore() const;
-  bool restore_from_host();       // false: not enough pages, nothing changed
+  bool restore_from_host();  // false: not enough pages, nothing changed
 
   int64_t committed = 0;  // tokens whose KV exists and stays
   int64_t settled = 0;    // complete blocks that are summarised and queued for the host

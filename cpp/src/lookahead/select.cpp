@@ -85,8 +85,7 @@ Selection select(HeadMap& map, std::vector<LogicalBlock> predicted, int64_t cap,
   std::vector<Slot> victims;
   for (int s = 0; s < map.slots(); ++s)
     if (!wanted[s]) victims.emplace_back(s);
-  std::partial_sort(victims.begin(), victims.begin() + admit, victims.end(),
-                    [&](Slot a, Slot b) { return map.evict_before(a, b); });
+  std::partial_sort(victims.begin(), victims.begin() + admit, victims.end(), [&](Slot a, Slot b) { return map.evict_before(a, b); });
   for (int64_t i = 0; i < admit; ++i) {
     const LogicalBlock evicted = map.replace(victims[i], missing[i], step);
     out.admitted.push_back({missing[i], victims[i], evicted});

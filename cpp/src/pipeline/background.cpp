@@ -67,14 +67,13 @@ std::vector<Background::Copy> Background::predict(const LayerJob& job) {
         record.selection = select(map, std::move(predicted), config_.fetch_cap_blocks, step);
         for (const Admission& a : record.selection.admitted) {
           const HostBlock unit = seq.host_unit(job.layer, a.block);
-          copies.push_back({unit, pools_.host.block_head(unit, h),
-                            pools_.device.block_head(job.layer, DevicePage(g.pages[a.slot.value]), h)});
+          copies.push_back(
+              {unit, pools_.host.block_head(unit, h), pools_.device.block_head(job.layer, DevicePage(g.pages[a.slot.value]), h)});
         }
         seq.stats.predicted += static_cast<int64_t>(record.selection.predicted.size());
         seq.stats.admitted += static_cast<int64_t>(record.selection.admitted.size());
         seq.stats.capped += record.selection.capped;
-        seq.stats.bytes_fetched +=
-            static_cast<int64_t>(record.selection.admitted.size() * config_.block_head_floats() * sizeof(float));
+        seq.stats.bytes_fetched += static_cast<int64_t>(record.selection.admitted.size() * config_.block_head_floats() * sizeof(float));
         if (config_.trace) {
           record.map = map.blocks();
           record.last_selected = map.last();

@@ -8,9 +8,9 @@
 
 #include "lookahead/select.h"
 #include "pipeline/event.h"
+#include "pipeline/step_plan.h"
 #include "pipeline/trace.h"
 #include "pipeline/worker.h"
-#include "pipeline/step_plan.h"
 
 namespace oasis {
 

@@ -19,14 +19,14 @@ struct RowGroup {
   int drafts = 0;
   int logits_rows = 0;  // rows whose logits the caller needs: prefill's last row, or the first ones of a decode group
 
-  SequenceKv* seq = nullptr;        // its request does not end before the background is through
-  int64_t row0 = 0;                 // first row in the step's packed arrays
-  std::vector<int32_t> pages;       // reading order
-  int64_t visible = 0;              // tokens that row 0 sees
+  SequenceKv* seq = nullptr;   // its request does not end before the background is through
+  int64_t row0 = 0;            // first row in the step's packed arrays
+  std::vector<int32_t> pages;  // reading order
+  int64_t visible = 0;         // tokens that row 0 sees
   int64_t settle_from = 0, settle_to = 0;
-  bool grows = false;               // sparse, and the block that settles gets a new slot
-  bool predicts = false;            // sparse, or dense and selecting first
-  int64_t staged0 = 0;              // first row in the staged queries
+  bool grows = false;     // sparse, and the block that settles gets a new slot
+  bool predicts = false;  // sparse, or dense and selecting first
+  int64_t staged0 = 0;    // first row in the staged queries
   int staged_rows = 0;
 
   int first_staged_row() const { return drafts > 0 ? 1 : 0; }

@@ -133,7 +133,8 @@ bool Scheduler::leaves_room(int64_t pages) const { return pools_.device.ids.free
 void Scheduler::resume_one() {
   for (const auto& r : requests_) {
     if (r->state != RequestState::kPreempted) continue;
-    if (running() < config_.max_batch_size && leaves_room(r->seq->pages_to_restore()) && r->seq->restore_from_host()) r->state = r->resume_to;
+    if (running() < config_.max_batch_size && leaves_room(r->seq->pages_to_restore()) && r->seq->restore_from_host())
+      r->state = r->resume_to;
     return;  // oldest first: a younger one must not overtake it
   }
 }
@@ -226,7 +227,8 @@ void Scheduler::add_group(StepPlan& plan, Request& r, RowGroup g) {
   g.settle_from = r.seq->settled;
   g.settle_to = r.seq->complete_blocks();
   g.pages = r.seq->reading_order(g.start + g.rows - 1);
-  const int64_t resident = g.kind == RowKind::kSparse ? static_cast<int64_t>(r.seq->pages().size()) * kBlockTokens : g.settle_to * kBlockTokens;
+  const int64_t resident =
+      g.kind == RowKind::kSparse ? static_cast<int64_t>(r.seq->pages().size()) * kBlockTokens : g.settle_to * kBlockTokens;
   g.visible = resident + g.start + 1 - g.settle_to * kBlockTokens;
   g.staged0 = plan.staged_rows;
   g.staged_rows = g.predicts ? std::max(1, g.drafts) : 0;
@@ -243,8 +245,8 @@ void Scheduler::commit(const StepPlan& plan, const std::map<RequestId, int>& new
       const auto n = new_tokens.find(g.id);
       yielded = n == new_tokens.end() ? 0 : n->second;
       if (yielded < 1 || yielded > std::max(1, g.drafts))
-        throw std::invalid_argument("new_tokens = " + std::to_string(yielded) + " for request " + std::to_string(g.id) +
-                                    ": must be 1.." + std::to_string(std::max(1, g.drafts)));
+        throw std::invalid_argument("new_tokens = " + std::to_string(yielded) + " for request " + std::to_string(g.id) + ": must be 1.." +
+                                    std::to_string(std::max(1, g.drafts)));
     }
     r.tokens += yielded;
     r.seq->settled = g.settle_to;

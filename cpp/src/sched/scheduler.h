@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "pipeline/background.h"
-#include "sched/request.h"
 #include "pipeline/step_plan.h"
+#include "sched/request.h"
 
 namespace oasis {
 

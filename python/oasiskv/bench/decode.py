@@ -31,8 +31,15 @@ def _say(text: str) -> None:
 def _engine(args: argparse.Namespace, dense: bool, batch: int, context: int) -> Engine:
     """An engine whose `batch` requests have decoded a few tokens past `context`."""
     config = EngineConfig(
-        model=args.model, backend=args.backend, dense=dense, top_k_blocks=args.top_k_blocks, fetch_ratio=args.fetch_ratio, drafter=args.drafter,
-        device_kv_gib=args.device_kv_gib, host_kv_gib=args.host_kv_gib, num_threads=args.threads,
+        model=args.model,
+        backend=args.backend,
+        dense=dense,
+        top_k_blocks=args.top_k_blocks,
+        fetch_ratio=args.fetch_ratio,
+        drafter=args.drafter,
+        device_kv_gib=args.device_kv_gib,
+        host_kv_gib=args.host_kv_gib,
+        num_threads=args.threads,
     )
     engine = Engine(config)
     ids = engine.tokenizer.encode(prose())
@@ -82,9 +89,17 @@ def paired(a: Step, b: Step, runs: int, steps: int) -> dict[str, float]:
 
 
 def _row(name: str, batch: int, context: int, result: dict[str, float], args: argparse.Namespace) -> dict[str, object]:
-    row = {"pair": name, "batch": batch, "context": context, "threads": args.threads, "runs": args.runs,
-           "steps_per_run": args.steps, "a_ms": round(result["a_ms"], 2), "b_ms": round(result["b_ms"], 2),
-           "ratio": round(result["ratio"], 3)}
+    row = {
+        "pair": name,
+        "batch": batch,
+        "context": context,
+        "threads": args.threads,
+        "runs": args.runs,
+        "steps_per_run": args.steps,
+        "a_ms": round(result["a_ms"], 2),
+        "b_ms": round(result["b_ms"], 2),
+        "ratio": round(result["ratio"], 3),
+    }
     _say(f"{name}: batch {batch}, {context} tokens: {row['a_ms']} ms against {row['b_ms']} ms, ratio {row['ratio']}")
     return row
 
@@ -109,7 +124,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", choices=["cpu"], default="cpu")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--context", type=int, nargs="+", default=[512, 3000, 6000])
-    parser.add_argument("--batch", type=int, nargs="*", default=[1, 8], help="batches of the sparse / dense pair, at the longest context; none skips it")
+    parser.add_argument(
+        "--batch", type=int, nargs="*", default=[1, 8], help="batches of the sparse / dense pair, at the longest context; none skips it"
+    )
     parser.add_argument("--top-k-blocks", type=int, default=128)
     parser.add_argument("--fetch-ratio", default="0.05")
     parser.add_argument("--drafter", default="ngram")

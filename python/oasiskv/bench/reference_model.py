@@ -46,8 +46,10 @@ def transformers_llama(model: str) -> Any:
 def _state(config: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     q = config.num_attention_heads * config.head_size
     kv = config.num_key_value_heads * config.head_size
-    state = {"model.embed_tokens.weight": weights["transformer.vocab_embedding.weight"],
-             "model.norm.weight": weights["transformer.ln_f.weight"]}
+    state = {
+        "model.embed_tokens.weight": weights["transformer.vocab_embedding.weight"],
+        "model.norm.weight": weights["transformer.ln_f.weight"],
+    }
     for i in range(config.num_hidden_layers):
         ours, theirs = f"transformer.layers.{i}.", f"model.layers.{i}."
         q_w, k_w, v_w = weights[ours + "attention.qkv.weight"].split([q, kv, kv])

@@ -47,7 +47,9 @@ class ForcedSampler:
         return [Sampled(int(logits[0].argmax()) if self._answer is None else self._answer[row.generated])]
 
 
-def answer(config: EngineConfig, prompt_ids: list[int], steps: int, forced: list[int] | None) -> tuple[list[int], torch.Tensor, dict[str, Any]]:
+def answer(
+    config: EngineConfig, prompt_ids: list[int], steps: int, forced: list[int] | None
+) -> tuple[list[int], torch.Tensor, dict[str, Any]]:
     """Token ids [steps + 1], log-probabilities [steps, vocab] of the decode steps, and the request's statistics."""
     sampler = ForcedSampler(forced)
     engine = Engine(config, sampler)
@@ -78,7 +80,12 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         mode = {"top_k_blocks": args.top_k_blocks, "summary": summary, "group_combine": combine, "sink_blocks": sinks, "fetch_ratio": ratio}
         _, sparse, stats = answer(EngineConfig(**common, **mode), prompt, args.steps, forced)
         steps = stats["sparse_steps"]
-        row = mode | {"context": len(prompt), "sparse_steps": steps, "bytes_per_step": stats["bytes_fetched"] // steps, "kl": mean_kl(dense, sparse)}
+        row = mode | {
+            "context": len(prompt),
+            "sparse_steps": steps,
+            "bytes_per_step": stats["bytes_fetched"] // steps,
+            "kl": mean_kl(dense, sparse),
+        }
         rows.append(row)
         print(json.dumps(row) if args.json else _line(row), flush=True)
     return rows

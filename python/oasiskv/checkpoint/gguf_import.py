@@ -83,11 +83,13 @@ def _weights(file: GgufFile, config: ModelConfig) -> dict[str, torch.Tensor]:
     for i in range(config.num_hidden_layers):
         a, b = f"transformer.layers.{i}.", f"blk.{i}."
         for kind in ("weight", "bias") if config.attn_bias else ("weight",):
-            ours[f"{a}attention.qkv.{kind}"] = torch.cat([
-                qk(f"{b}attn_q.{kind}", config.num_attention_heads),
-                qk(f"{b}attn_k.{kind}", config.num_key_value_heads),
-                file.tensor(f"{b}attn_v.{kind}"),
-            ])
+            ours[f"{a}attention.qkv.{kind}"] = torch.cat(
+                [
+                    qk(f"{b}attn_q.{kind}", config.num_attention_heads),
+                    qk(f"{b}attn_k.{kind}", config.num_key_value_heads),
+                    file.tensor(f"{b}attn_v.{kind}"),
+                ]
+            )
         if config.qk_layernorm:
             ours[a + "attention.q_layernorm.weight"] = file.tensor(b + "attn_q_norm.weight")
             ours[a + "attention.k_layernorm.weight"] = file.tensor(b + "attn_k_norm.weight")

@@ -6,6 +6,7 @@ import sys
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
+from oasiskv.config import DTYPES
 from oasiskv.errors import CheckpointError
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -14,7 +15,6 @@ _SIZES = {
     "vocab_size": 1 << 24, "hidden_size": 1 << 20, "num_hidden_layers": 1 << 12, "num_attention_heads": 1 << 14,
     "num_key_value_heads": 1 << 14, "head_size": 1 << 12, "intermediate_size": 1 << 24, "max_position_embeddings": 1 << 24,
 }  # fmt: skip
-DTYPES = ("float32", "float16", "bfloat16")
 # What a scaling of each type must say, and what it may, beside its type.
 _ROPE_FIELDS: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 
 from oasiskv.config import DTYPES, GROUP_COMBINES, SUMMARIES, EngineConfig
 
@@ -11,11 +12,15 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     d = EngineConfig()
     group = parser.add_argument_group("engine")
     group.add_argument("--model", default=d.model, help="embedded model's name, checkpoint or Hugging Face folder, or GGUF file")
-    group.add_argument("--dtype", choices=DTYPES, default=d.dtype, help="of an imported checkpoint's weights as stored")
+    group.add_argument(
+        "--dtype", choices=DTYPES, default=d.dtype, help="of an imported model's weights as stored; a checkpoint folder keeps its own"
+    )
     group.add_argument("--dense", action="store_true", help="never turn sparse")
     group.add_argument("--top-k-blocks", type=int, default=d.top_k_blocks, help="K: blocks of 16 tokens a KV head keeps")
     group.add_argument("--fetch-ratio", default=str(d.fetch_ratio), help="of K, the most a head may fetch a step; or 'all'")
-    group.add_argument("--sparse-from", type=int, default=d.sparse_from, help="context tokens from which decoding is sparse; None: (K + 1) * 16")
+    group.add_argument(
+        "--sparse-from", type=int, default=d.sparse_from, help="context tokens from which decoding is sparse; None: (K + 1) * 16"
+    )
     group.add_argument("--sink-blocks", type=int, default=d.sink_blocks, help="first blocks that every head keeps; 0: the paper's mode")
     group.add_argument("--summary", choices=SUMMARIES, default=d.summary, help="of a block's keys")
     group.add_argument("--group-combine", choices=GROUP_COMBINES, default=d.group_combine, help="scores of a KV head's query heads -> one")
@@ -32,10 +37,4 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """Raises ConfigError."""
-    return EngineConfig(
-        model=args.model, dtype=args.dtype, dense=args.dense, top_k_blocks=args.top_k_blocks, fetch_ratio=args.fetch_ratio,
-        sink_blocks=args.sink_blocks, sparse_from=args.sparse_from, summary=args.summary, group_combine=args.group_combine, drafter=args.drafter,
-        draft_len=args.draft_len, accept_drafts=args.accept_drafts, max_batch_size=args.max_batch_size,
-        max_num_tokens=args.max_num_tokens, max_seq_len=args.max_seq_len, device_kv_gib=args.device_kv_gib,
-        host_kv_gib=args.host_kv_gib, num_threads=args.num_threads,
-    )  # fmt: skip
+    return EngineConfig(**{f.name: getattr(args, f.name) for f in fields(EngineConfig) if hasattr(args, f.name)})

@@ -19,7 +19,9 @@ _FLOATS = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty":
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", action=_Prompt, dest="prompts", metavar="TEXT", help="repeatable", default=argparse.SUPPRESS)
-    parser.add_argument("--prompt-file", action=_Prompt, dest="prompts", metavar="FILE", help="UTF-8; repeatable", default=argparse.SUPPRESS)
+    parser.add_argument(
+        "--prompt-file", action=_Prompt, dest="prompts", metavar="FILE", help="UTF-8; repeatable", default=argparse.SUPPRESS
+    )
     parser.add_argument("--chat", action="store_true", help="send each prompt as a user's message through the chat template")
     parser.add_argument("--json", action="store_true", help="one object a line, in prompt order")
     sampling = parser.add_argument_group("sampling")

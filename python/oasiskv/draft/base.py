@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 @dataclass
 class DraftRequest:
-    """A request that wants up to `count` guesses after `tokens` (prompt and output so far; not to be changed, from call to call only longer)."""
+    """A request that wants up to `count` guesses after `tokens`: prompt and output so far, which only grow from call to call.
+
+    The list is the engine's own: a drafter reads it and does not keep it.
+    """
 
     id: int
     tokens: list[int]

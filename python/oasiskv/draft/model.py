@@ -100,9 +100,7 @@ class ModelDrafter(Drafter):
             cache.keys[layer][:, start : start + rows] = _rotate(k, cos, sin)
             cache.values[layer][:, start : start + rows] = v
             keys, values = cache.keys[layer][:, : start + rows], cache.values[layer][:, : start + rows]
-            out = scaled_dot_product_attention(
-                _rotate(q, cos, sin)[None], keys[None], values[None], attn_mask=mask, enable_gqa=True
-            )
+            out = scaled_dot_product_attention(_rotate(q, cos, sin)[None], keys[None], values[None], attn_mask=mask, enable_gqa=True)
             return out[0].transpose(0, 1).reshape(rows, -1).contiguous()
 
         logits = self._model.forward(torch.tensor(tokens), attend, torch.tensor([rows - 1]))

@@ -174,9 +174,7 @@ class Engine:
         with torch.inference_mode():
             return self._model.forward(torch.tensor(tokens), attend, torch.tensor(wanted, dtype=torch.int64))
 
-    def _finish_step(
-        self, groups: list[_core.RowGroup], drafts: dict[int, list[int]], logits: torch.Tensor
-    ) -> list[RequestOutput]:
+    def _finish_step(self, groups: list[_core.RowGroup], drafts: dict[int, list[int]], logits: torch.Tensor) -> list[RequestOutput]:
         yielded: dict[int, int] = {}
         outputs: dict[int, RequestOutput] = {}
         broken: dict[int, str] = {}

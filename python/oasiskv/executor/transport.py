@@ -43,7 +43,9 @@ def check_path(path: Path) -> None:
     """Raises ConfigError for a path that the kernel would refuse."""
     length = len(os.fsencode(path))
     if length > _MAX_PATH_BYTES:
-        raise ConfigError(f"socket {path}: {length} bytes, but a local socket's path has at most {_MAX_PATH_BYTES}; set TMPDIR to a shorter one")
+        raise ConfigError(
+            f"socket {path}: {length} bytes, but a local socket's path has at most {_MAX_PATH_BYTES}; set TMPDIR to a shorter one"
+        )
 
 
 def listen(path: Path) -> socket.socket:
@@ -97,7 +99,9 @@ def connect(path: Path, key: bytes, deadline_s: float) -> Connection:
         except (OSError, EOFError) as error:
             raw.close()
             if time.monotonic() >= end:
-                raise EngineError(f"no executor answers at {path} within {deadline_s:g} s ({error or type(error).__name__}): is it running?") from None
+                raise EngineError(
+                    f"no executor answers at {path} within {deadline_s:g} s ({error or type(error).__name__}): is it running?"
+                ) from None
             time.sleep(0.05)
 
 

@@ -49,7 +49,9 @@ class Child:
     def last_error(self) -> str | None:
         """The one-line error it ended with, if it is one of ours."""
         self._reader.join(timeout=1.0)
-        return next((line.removeprefix("oasiskv: error: ") for line in reversed(list(self._tail)) if line.startswith("oasiskv: error: ")), None)
+        return next(
+            (line.removeprefix("oasiskv: error: ") for line in reversed(list(self._tail)) if line.startswith("oasiskv: error: ")), None
+        )
 
     def dead_members(self, known: set[int]) -> set[int]:
         """Those of `known` process ids that live no more."""

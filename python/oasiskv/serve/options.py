@@ -33,9 +33,8 @@ class ServeOptions:
         for flag, port in ports.items():
             if not 1 <= port <= 65535:
                 raise ConfigError(f"{flag} {port}: must be in 1..65535")
-        times = {
-            "--start-deadline": self.start_s, "--probe-every": self.probe_every_s, "--drain": self.drain_s, "probe_deadline_s": self.probe_deadline_s,
-        }  # fmt: skip
+        times = {"--start-deadline": self.start_s, "--probe-every": self.probe_every_s, "--drain": self.drain_s}
+        times["probe_deadline_s"] = self.probe_deadline_s
         for flag, seconds in times.items():
             least = 0 if flag == "--drain" else 0.1
             if not least <= seconds <= _MAX_S:  # false for NaN

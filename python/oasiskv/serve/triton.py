@@ -85,5 +85,7 @@ def _libpython_dir() -> Path | None:
     try:
         ctypes.CDLL(name)
     except OSError:
-        raise ConfigError(f"{name} is not found: this Python has no shared library, which Triton needs; use one built with --enable-shared") from None
+        raise ConfigError(
+            f"{name} is not found: this Python has no shared library, which Triton needs; use one built with --enable-shared"
+        ) from None
     return None

@@ -15,8 +15,8 @@ namespace oasis {
 namespace OASIS_ISA {
 
 extern const Ops table;
-const Ops table = {OASIS_STR(OASIS_ISA), pack_weight, linear, rms_norm, silu_mul, rope, attention_scratch,
-                   attention, summarize, score, softmax};
+const Ops table = {OASIS_STR(OASIS_ISA), pack_weight, linear,    rms_norm, silu_mul, rope,
+                   attention_scratch,    attention,   summarize, score,    softmax};
 
 }  // namespace OASIS_ISA
 }  // namespace oasis

@@ -48,8 +48,8 @@ static void linear_tile(const float* xt, const float* panel, int64_t k, int64_t 
 typedef void (*LinearTile)(const float*, const float*, int64_t, int64_t, int64_t, const float*, float*);
 
 #if defined(__AVX512F__)
-static const LinearTile kTiles[] = {nullptr,         linear_tile<1>, linear_tile<2>,  linear_tile<3>,  linear_tile<4>,
-                                    linear_tile<5>,  linear_tile<6>, linear_tile<7>,  linear_tile<8>,  linear_tile<9>,
+static const LinearTile kTiles[] = {nullptr,         linear_tile<1>,  linear_tile<2>, linear_tile<3>, linear_tile<4>,
+                                    linear_tile<5>,  linear_tile<6>,  linear_tile<7>, linear_tile<8>, linear_tile<9>,
                                     linear_tile<10>, linear_tile<11>, linear_tile<12>};
 #else
 static const LinearTile kTiles[] = {nullptr, linear_tile<1>, linear_tile<2>, linear_tile<3>, linear_tile<4>};

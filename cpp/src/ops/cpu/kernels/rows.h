@@ -6,8 +6,7 @@
 namespace oasis {
 namespace OASIS_ISA {
 
-void rms_norm(const float* x, int64_t rows, int64_t dim, const float* weight, float eps, float* out,
-              [[maybe_unused]] int num_threads) {
+void rms_norm(const float* x, int64_t rows, int64_t dim, const float* weight, float eps, float* out, [[maybe_unused]] int num_threads) {
 #pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && rows >= 32)
   for (int64_t r = 0; r < rows; ++r) {
     const float* in = x + r * dim;
