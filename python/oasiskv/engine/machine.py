@@ -11,6 +11,7 @@ from oasiskv.config import EngineConfig
 from oasiskv.errors import ConfigError
 
 _CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
+_UNLIMITED = 1 << 60  # what an unset limit may read as
 _MEMORY_MAX = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
@@ -24,12 +25,12 @@ def usable_cpus() -> int:
 
 
 def memory_bytes() -> int:
-    """Physical memory, or the control group's limit where that is lower."""
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    """The control group's limit, or physical memory where there is none. A virtual machine's memory may grow up to the limit with use."""
     for path in _MEMORY_MAX:
         with contextlib.suppress(OSError, ValueError):  # absent, or "max"
-            limits.append(int(path.read_text()))
-    return min(limits)
+            if (limit := int(path.read_text())) < _UNLIMITED:
+                return limit
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def check_pools_fit(config: EngineConfig, core: _core.CoreConfig) -> None:
