@@ -1,4 +1,5 @@
-// The only file that knows Python. Arrays cross as addresses: the callers in python/oasiskv/ops.py and engine/ check shapes and dtypes.
+// The only file that knows Python. Arrays cross as addresses: the callers in python/oasiskv/ops.py
+// and engine/ check shapes and dtypes.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -21,7 +22,8 @@ thread_local int g_threads = 1;  // of the engine that this thread drives
 
 class PackedWeight {
  public:
-  PackedWeight(uintptr_t weight, int64_t n, int64_t k) : n(n), k(k), data_(packed_floats(n, k), "packed weight") {
+  PackedWeight(uintptr_t weight, int64_t n, int64_t k)
+      : n(n), k(k), data_(packed_floats(n, k), "packed weight") {
     if (n < 1 || k < 1) throw std::invalid_argument("PackedWeight needs n >= 1 and k >= 1");
     cpu_ops().pack_weight(in(weight), n, k, data_.data());
   }
@@ -47,7 +49,8 @@ py::list ids(const std::vector<LogicalBlock>& blocks) {
 
 py::dict trace_dict(const TraceRecord& r) {
   py::list admitted;
-  for (const Admission& a : r.selection.admitted) admitted.append(py::make_tuple(a.block.value, a.slot.value, a.evicted.value));
+  for (const Admission& a : r.selection.admitted)
+    admitted.append(py::make_tuple(a.block.value, a.slot.value, a.evicted.value));
   py::dict d;
   d["step"] = r.step;
   d["id"] = r.id;
@@ -57,7 +60,8 @@ py::dict trace_dict(const TraceRecord& r) {
   d["predicted"] = ids(r.selection.predicted);
   d["admitted"] = admitted;
   d["capped"] = r.selection.capped;
-  d["fill"] = r.filled ? py::object(py::make_tuple(r.fill_slot.value, r.fill_evicted.value)) : py::none();
+  d["fill"] =
+      r.filled ? py::object(py::make_tuple(r.fill_slot.value, r.fill_evicted.value)) : py::none();
   d["map"] = ids(r.map);
   d["last_selected"] = r.last_selected;
   return d;
@@ -65,20 +69,26 @@ py::dict trace_dict(const TraceRecord& r) {
 
 py::dict stats_dict(const SequenceStats& s) {
   using namespace py::literals;
-  return py::dict("dense_steps"_a = s.dense_steps, "sparse_steps"_a = s.sparse_steps, "blocks_predicted"_a = s.predicted,
-                  "blocks_admitted"_a = s.admitted, "blocks_capped"_a = s.capped, "bytes_fetched"_a = s.bytes_fetched,
-                  "resident_tokens_max"_a = s.resident_tokens_max, "preemptions"_a = s.preemptions, "stall_ms"_a = s.stall_ms);
+  return py::dict("dense_steps"_a = s.dense_steps, "sparse_steps"_a = s.sparse_steps,
+                  "blocks_predicted"_a = s.predicted, "blocks_admitted"_a = s.admitted,
+                  "blocks_capped"_a = s.capped, "bytes_fetched"_a = s.bytes_fetched,
+                  "resident_tokens_max"_a = s.resident_tokens_max, "preemptions"_a = s.preemptions,
+                  "stall_ms"_a = s.stall_ms);
 }
 
 py::dict usage_dict(const Usage& u) {
   using namespace py::literals;
-  return py::dict("device_pages"_a = u.device_pages, "device_pages_free"_a = u.device_pages_free, "host_blocks"_a = u.host_blocks,
-                  "host_blocks_free"_a = u.host_blocks_free, "summary_pages"_a = u.summary_pages,
-                  "summary_pages_free"_a = u.summary_pages_free, "waiting"_a = u.waiting, "prefilling"_a = u.prefilling,
-                  "decoding"_a = u.decoding, "preempted"_a = u.preempted);
+  return py::dict("device_pages"_a = u.device_pages, "device_pages_free"_a = u.device_pages_free,
+                  "host_blocks"_a = u.host_blocks, "host_blocks_free"_a = u.host_blocks_free,
+                  "summary_pages"_a = u.summary_pages,
+                  "summary_pages_free"_a = u.summary_pages_free, "waiting"_a = u.waiting,
+                  "prefilling"_a = u.prefilling, "decoding"_a = u.decoding,
+                  "preempted"_a = u.preempted);
 }
 
-const char* kind_name(RowKind k) { return k == RowKind::kPrefill ? "prefill" : k == RowKind::kDense ? "dense" : "sparse"; }
+const char* kind_name(RowKind k) {
+  return k == RowKind::kPrefill ? "prefill" : k == RowKind::kDense ? "dense" : "sparse";
+}
 
 std::vector<RowGroup> plan_groups(Core& core, const std::map<RequestId, int>& drafts) {
   const auto plan = core.plan(drafts);
@@ -109,7 +119,10 @@ PYBIND11_MODULE(_core, m) {
       },
       nogil());
   m.def(
-      "silu_mul", [](uintptr_t x, int64_t rows, int64_t inter, uintptr_t y) { cpu_ops().silu_mul(in(x), rows, inter, out(y), g_threads); },
+      "silu_mul",
+      [](uintptr_t x, int64_t rows, int64_t inter, uintptr_t y) {
+        cpu_ops().silu_mul(in(x), rows, inter, out(y), g_threads);
+      },
       nogil());
 
   py::class_<CoreConfig>(m, "CoreConfig")
@@ -137,7 +150,8 @@ PYBIND11_MODULE(_core, m) {
       .def_readwrite("trace", &CoreConfig::trace)
       .def_readwrite("transfer_delay_us", &CoreConfig::transfer_delay_us)
       .def_readwrite("fault_seed", &CoreConfig::fault_seed)
-      .def_property_readonly("page_bytes", [](const CoreConfig& c) { return c.page_floats() * sizeof(float); });
+      .def_property_readonly("page_bytes",
+                             [](const CoreConfig& c) { return c.page_floats() * sizeof(float); });
 
   py::class_<RowGroup>(m, "RowGroup")
       .def_readonly("id", &RowGroup::id)
@@ -148,14 +162,18 @@ PYBIND11_MODULE(_core, m) {
       .def_readonly("logits_rows", &RowGroup::logits_rows);
 
   py::class_<Core>(m, "Core")
-      .def(py::init([](const CoreConfig& c, uintptr_t cos, uintptr_t sin) { return std::make_unique<Core>(c, in(cos), in(sin)); }))
+      .def(py::init([](const CoreConfig& c, uintptr_t cos, uintptr_t sin) {
+        return std::make_unique<Core>(c, in(cos), in(sin));
+      }))
       .def("check", &Core::check)
       .def("submit", &Core::submit)
       .def("end", &Core::end, nogil())
       .def("begin_step", &Core::begin_step, nogil())
       .def("plan", &plan_groups, nogil())
       .def(
-          "forward", [](Core& c, int layer, uintptr_t qkv, uintptr_t y) { c.forward(layer, in(qkv), out(y)); }, nogil())
+          "forward",
+          [](Core& c, int layer, uintptr_t qkv, uintptr_t y) { c.forward(layer, in(qkv), out(y)); },
+          nogil())
       .def("commit", &Core::commit)
       .def("abort_step", &Core::abort_step, nogil())
       .def("drain", &Core::drain, nogil())

@@ -26,15 +26,23 @@ GroupCombine group_combine_from(const std::string& name) {
 void CoreConfig::validate() const {
   need(num_layers > 0, "num_layers", num_layers, "must be at least 1");
   need(num_kv_heads > 0, "num_kv_heads", num_kv_heads, "must be at least 1");
-  need(num_q_heads > 0 && num_q_heads % num_kv_heads == 0, "num_q_heads", num_q_heads, "must be a multiple of num_kv_heads");
-  need(group() <= 16, "num_q_heads", num_q_heads, "at most 16 query heads per KV head are supported");
-  need(head_dim > 0 && head_dim % 16 == 0 && head_dim <= 256, "head_dim", head_dim, "must be a multiple of 16 up to 256");
+  need(num_q_heads > 0 && num_q_heads % num_kv_heads == 0, "num_q_heads", num_q_heads,
+       "must be a multiple of num_kv_heads");
+  need(group() <= 16, "num_q_heads", num_q_heads,
+       "at most 16 query heads per KV head are supported");
+  need(head_dim > 0 && head_dim % 16 == 0 && head_dim <= 256, "head_dim", head_dim,
+       "must be a multiple of 16 up to 256");
   need(top_k_blocks > 0, "top_k_blocks", top_k_blocks, "must be at least 1");
-  need(fetch_cap_blocks > 0 && fetch_cap_blocks <= top_k_blocks, "fetch_cap_blocks", fetch_cap_blocks, "must be in 1..top_k_blocks");
-  need(sink_blocks >= 0 && sink_blocks <= top_k_blocks, "sink_blocks", sink_blocks, "must be in 0..top_k_blocks");
-  need(sparse_from_tokens >= kBlockTokens, "sparse_from_tokens", sparse_from_tokens, "must be at least one block (16)");
-  need(max_draft_len >= 0 && max_draft_len <= kMaxDraftLen, "max_draft_len", max_draft_len, "must be in 0..15");
-  need(device_pages > 0 && device_pages <= INT32_MAX, "device_pages", device_pages, "must be in 1..2^31-1: change device_kv_gib");
+  need(fetch_cap_blocks > 0 && fetch_cap_blocks <= top_k_blocks, "fetch_cap_blocks",
+       fetch_cap_blocks, "must be in 1..top_k_blocks");
+  need(sink_blocks >= 0 && sink_blocks <= top_k_blocks, "sink_blocks", sink_blocks,
+       "must be in 0..top_k_blocks");
+  need(sparse_from_tokens >= kBlockTokens, "sparse_from_tokens", sparse_from_tokens,
+       "must be at least one block (16)");
+  need(max_draft_len >= 0 && max_draft_len <= kMaxDraftLen, "max_draft_len", max_draft_len,
+       "must be in 0..15");
+  need(device_pages > 0 && device_pages <= INT32_MAX, "device_pages", device_pages,
+       "must be in 1..2^31-1: change device_kv_gib");
   need(host_blocks >= num_layers && host_blocks <= INT32_MAX, "host_blocks", host_blocks,
        "must hold one block of every layer, and be below 2^31: change host_kv_gib");
   need(summary_pages >= 0, "summary_pages", summary_pages, "must be 0 (automatic) or more");

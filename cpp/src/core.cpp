@@ -29,7 +29,8 @@ Core::Core(CoreConfig config, const float* cos, const float* sin)
       q_(static_cast<int64_t>(config_.max_num_tokens) * config_.num_q_heads * config_.head_dim) {}
 
 Core::~Core() {
-  if (getpid() != owner_) {  // a forked child: waiting for workers that it does not have would never end
+  if (getpid() !=
+      owner_) {  // a forked child: waiting for workers that it does not have would never end
     background_.release();
     return;
   }
@@ -38,7 +39,8 @@ Core::~Core() {
 }
 
 std::vector<std::pair<RequestId, int>> Core::begin_step() {
-  if (step_) throw std::logic_error("begin_step() before commit() or abort_step() of the last step");
+  if (step_)
+    throw std::logic_error("begin_step() before commit() or abort_step() of the last step");
   return scheduler_->begin_step();
 }
 
@@ -50,10 +52,12 @@ std::shared_ptr<const StepPlan> Core::plan(const std::map<RequestId, int>& draft
 }
 
 void Core::forward(int layer, const float* qkv, float* out) {
-  if (!step_ || layer != next_layer_) throw std::logic_error("forward(" + std::to_string(layer) + ") out of order");
+  if (!step_ || layer != next_layer_)
+    throw std::logic_error("forward(" + std::to_string(layer) + ") out of order");
   const auto begin = std::chrono::steady_clock::now();
   background_->wait_transfer(layer, step_->step - 1);
-  const double stall_ms = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin).count();
+  const double stall_ms =
+      std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin).count();
   for (RowGroup& g : step_->groups) g.seq->stats.stall_ms += stall_ms;
 
   LayerJob job{step_, layer, settle(layer)};
@@ -70,7 +74,8 @@ std::vector<std::vector<Fill>> Core::settle(int layer) {
   return fills;
 }
 
-// Summarises the blocks that are complete since the last step; a sparse sequence's also moves from the local page into a slot.
+// Summarises the blocks that are complete since the last step; a sparse sequence's also moves from
+// the local page into a slot.
 std::vector<Fill> Core::settle_group(const RowGroup& g, int layer) {
   std::vector<Fill> fills;
   if (!config_.sparse_enabled) return fills;
@@ -96,10 +101,12 @@ std::vector<Fill> Core::settle_group(const RowGroup& g, int layer) {
   return fills;
 }
 
-// RoPE; K and V into their pages, queries into q_ and the predicting ones into the layer's staging buffer.
+// RoPE; K and V into their pages, queries into q_ and the predicting ones into the layer's staging
+// buffer.
 void Core::append_rows(int layer, const float* qkv) {
   const int dim = config_.head_dim, half = dim / 2;
-  const int64_t q_floats = int64_t{config_.num_q_heads} * dim, kv_floats = int64_t{config_.num_kv_heads} * dim;
+  const int64_t q_floats = int64_t{config_.num_q_heads} * dim,
+                kv_floats = int64_t{config_.num_kv_heads} * dim;
   float* staged = background_->staged(layer);
   for (const RowGroup& g : step_->groups)
     for (int r = 0; r < g.rows; ++r) {
@@ -113,10 +120,12 @@ void Core::append_rows(int layer, const float* qkv) {
       for (int h = 0; h < config_.num_kv_heads; ++h) {
         float* keys = pools_.device.block_head(layer, page, h) + token * dim;
         ops_.rope(in + q_floats + int64_t{h} * dim, 1, dim, cos, sin, keys);
-        std::memcpy(keys + kBlockTokens * dim, in + q_floats + kv_floats + int64_t{h} * dim, dim * sizeof(float));
+        std::memcpy(keys + kBlockTokens * dim, in + q_floats + kv_floats + int64_t{h} * dim,
+                    dim * sizeof(float));
       }
       const int index = r - g.first_staged_row();
-      if (index >= 0 && index < g.staged_rows) std::memcpy(staged + (g.staged0 + index) * q_floats, q, q_floats * sizeof(float));
+      if (index >= 0 && index < g.staged_rows)
+        std::memcpy(staged + (g.staged0 + index) * q_floats, q, q_floats * sizeof(float));
     }
 }
 
@@ -124,7 +133,8 @@ void Core::attend(int layer, float* out) {
   const int64_t q_floats = int64_t{config_.num_q_heads} * config_.head_dim;
   std::vector<AttentionSegment> segments;
   for (const RowGroup& g : step_->groups)
-    segments.push_back({q_.data() + g.row0 * q_floats, out + g.row0 * q_floats, g.pages.data(), g.rows, g.visible});
+    segments.push_back({q_.data() + g.row0 * q_floats, out + g.row0 * q_floats, g.pages.data(),
+                        g.rows, g.visible});
   AttentionArgs args{segments.data(),
                      static_cast<int32_t>(segments.size()),
                      pools_.device.layer(layer),
@@ -142,7 +152,8 @@ void Core::attend(int layer, float* out) {
 }
 
 void Core::commit(const std::map<RequestId, int>& new_tokens) {
-  if (!step_ || next_layer_ != config_.num_layers) throw std::logic_error("commit() before every layer's forward()");
+  if (!step_ || next_layer_ != config_.num_layers)
+    throw std::logic_error("commit() before every layer's forward()");
   scheduler_->commit(*step_, new_tokens);
   step_.reset();
 }

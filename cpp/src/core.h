@@ -1,4 +1,5 @@
-// The core's face: scheduler, layers and background. One thread drives it (docs/design.md, section 8).
+// The core's face: scheduler, layers and background. One thread drives it (docs/design.md, section
+// 8).
 #pragma once
 
 #include <map>
@@ -11,7 +12,8 @@
 namespace oasis {
 
 struct Usage {
-  int64_t device_pages, device_pages_free, host_blocks, host_blocks_free, summary_pages, summary_pages_free;
+  int64_t device_pages, device_pages_free, host_blocks, host_blocks_free, summary_pages,
+      summary_pages_free;
   int64_t waiting, prefilling, decoding, preempted;
 };
 
@@ -21,15 +23,21 @@ class Core {
   Core(CoreConfig config, const float* cos, const float* sin);
   ~Core();
 
-  void check(int64_t prompt_tokens, int64_t max_new_tokens) const { scheduler_->check(prompt_tokens, max_new_tokens); }
-  void submit(RequestId id, int64_t prompt_tokens, int64_t max_new_tokens) { scheduler_->submit(id, prompt_tokens, max_new_tokens); }
+  void check(int64_t prompt_tokens, int64_t max_new_tokens) const {
+    scheduler_->check(prompt_tokens, max_new_tokens);
+  }
+  void submit(RequestId id, int64_t prompt_tokens, int64_t max_new_tokens) {
+    scheduler_->submit(id, prompt_tokens, max_new_tokens);
+  }
   bool end(RequestId id);
   std::vector<std::pair<RequestId, int>> begin_step();
   std::shared_ptr<const StepPlan> plan(const std::map<RequestId, int>& drafts);
-  // qkv: [rows][(Hq + 2H) * D] -> out: [rows][Hq * D], rows in plan order. Layers in order, each once a step.
+  // qkv: [rows][(Hq + 2H) * D] -> out: [rows][Hq * D], rows in plan order. Layers in order, each
+  // once a step.
   void forward(int layer, const float* qkv, float* out);
   void commit(const std::map<RequestId, int>& new_tokens);
-  // The caller failed between plan() and commit(): lets the background through and forgets the step. Its requests must be ended.
+  // The caller failed between plan() and commit(): lets the background through and forgets the
+  // step. Its requests must be ended.
   void abort_step();
 
   SequenceStats stats(RequestId id);

@@ -1,7 +1,9 @@
-// Drives the core through its whole life without Python: random requests, drafts, cancels, preemption and delayed transfers.
-// Built with ThreadSanitizer and AddressSanitizer by tests/test_sanitizers.py. Prints "ok" and a digest of all outputs.
+// Drives the core through its whole life without Python: random requests, drafts, cancels,
+// preemption and delayed transfers. Built with ThreadSanitizer and AddressSanitizer by
+// tests/test_sanitizers.py. Prints "ok" and a digest of all outputs.
 //
-// The digest must not depend on the delay: the same arrivals with a delayed transfer worker give the same bits.
+// The digest must not depend on the delay: the same arrivals with a delayed transfer worker give
+// the same bits.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -49,10 +51,12 @@ uint64_t mix(uint64_t h, float x) {
   return (h ^ bits) * 0x100000001b3ull;
 }
 
-// The same (request, position, layer) always gets the same row, so that outputs do not depend on what else is in the batch.
+// The same (request, position, layer) always gets the same row, so that outputs do not depend on
+// what else is in the batch.
 void fill_row(RequestId id, int64_t position, int layer, float* row, int64_t floats) {
   std::mt19937 rng(static_cast<uint32_t>(id * 7919 + position * 31 + layer));
-  for (int64_t i = 0; i < floats; ++i) row[i] = static_cast<float>(static_cast<int>(rng() % 2001) - 1000) / 500.0f;
+  for (int64_t i = 0; i < floats; ++i)
+    row[i] = static_cast<float>(static_cast<int>(rng() % 2001) - 1000) / 500.0f;
 }
 
 struct Digest {
@@ -69,7 +73,8 @@ Digest run(int delay_us, int requests, uint64_t seed) {
   std::map<RequestId, int64_t> left;  // tokens still to generate
   RequestId next = 1;
   Digest d;
-  const int64_t in_floats = int64_t{kHeads} * (kGroup + 2) * kDim, out_floats = int64_t{kHeads} * kGroup * kDim;
+  const int64_t in_floats = int64_t{kHeads} * (kGroup + 2) * kDim,
+                out_floats = int64_t{kHeads} * kGroup * kDim;
   while (next <= requests || !left.empty()) {
     while (next <= requests && left.size() < 8 && rng() % 3 != 0) {
       const int64_t prompt = 1 + rng() % 40, generate = 1 + rng() % 150;
@@ -77,17 +82,20 @@ Digest run(int delay_us, int requests, uint64_t seed) {
       left[next++] = generate;
     }
     std::map<RequestId, int> drafts;
-    for (const auto& [id, rows] : core.begin_step()) drafts[id] = static_cast<int>(rng() % (rows + 1));
+    for (const auto& [id, rows] : core.begin_step())
+      drafts[id] = static_cast<int>(rng() % (rows + 1));
     const auto plan = core.plan(drafts);
     if (!plan) {
       if (left.empty() && next > requests) break;
       continue;
     }
     std::vector<float> qkv(plan->rows * in_floats), out(plan->rows * out_floats);
-    const int layers = rng() % 150 == 0 ? static_cast<int>(rng() % kLayers) : kLayers;  // sometimes the caller fails half-way
+    const int layers = rng() % 150 == 0 ? static_cast<int>(rng() % kLayers)
+                                        : kLayers;  // sometimes the caller fails half-way
     for (int l = 0; l < layers; ++l) {
       for (const RowGroup& g : plan->groups)
-        for (int r = 0; r < g.rows; ++r) fill_row(g.id, g.start + r, l, qkv.data() + (g.row0 + r) * in_floats, in_floats);
+        for (int r = 0; r < g.rows; ++r)
+          fill_row(g.id, g.start + r, l, qkv.data() + (g.row0 + r) * in_floats, in_floats);
       std::fill(out.begin(), out.end(), std::nanf(""));
       core.forward(l, qkv.data(), out.data());
       for (float x : out) {
@@ -126,7 +134,8 @@ Digest run(int delay_us, int requests, uint64_t seed) {
   }
   core.drain();
   const Usage u = core.usage();
-  if (u.device_pages_free != fresh.device_pages || u.host_blocks_free != fresh.host_blocks || u.summary_pages_free != fresh.summary_pages)
+  if (u.device_pages_free != fresh.device_pages || u.host_blocks_free != fresh.host_blocks ||
+      u.summary_pages_free != fresh.summary_pages)
     fail("pools are not back at their baseline");
   return d;
 }
@@ -142,7 +151,8 @@ void drop(uint64_t seed) {
   for (int s = 0; s <= steps; ++s) {
     core.begin_step();
     const auto plan = core.plan({});
-    std::vector<float> qkv(plan->rows * kHeads * (kGroup + 2) * kDim, 0.5f), out(plan->rows * kHeads * kGroup * kDim);
+    std::vector<float> qkv(plan->rows * kHeads * (kGroup + 2) * kDim, 0.5f),
+        out(plan->rows * kHeads * kGroup * kDim);
     const int layers = s < steps ? kLayers : static_cast<int>(rng() % (kLayers + 1));
     for (int l = 0; l < layers; ++l) core.forward(l, qkv.data(), out.data());
     if (s == steps) return;
@@ -160,9 +170,11 @@ int main(int argc, char** argv) {
   const Digest a = run(0, requests, 1), b = run(2000, requests, 1);
   if (a.value != b.value) fail("a delayed transfer changed the outputs");
   if (a.sparse == 0 || a.preempted == 0)
-    fail("no sparse step or no preemption: " + std::to_string(a.sparse) + ", " + std::to_string(a.preempted));
+    fail("no sparse step or no preemption: " + std::to_string(a.sparse) + ", " +
+         std::to_string(a.preempted));
   for (uint64_t seed = 0; seed < 8; ++seed) drop(seed);
-  std::printf("ok requests=%lld sparse_steps=%lld preemptions=%lld digest=%016llx\n", static_cast<long long>(a.ended),
-              static_cast<long long>(a.sparse), static_cast<long long>(a.preempted), static_cast<unsigned long long>(a.value));
+  std::printf("ok requests=%lld sparse_steps=%lld preemptions=%lld digest=%016llx\n",
+              static_cast<long long>(a.ended), static_cast<long long>(a.sparse),
+              static_cast<long long>(a.preempted), static_cast<unsigned long long>(a.value));
   return 0;
 }

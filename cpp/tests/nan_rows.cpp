@@ -1,5 +1,6 @@
-// A NaN in one query head or draft row ranks the blocks the same wherever it stands: all scores are NaN, so the lower block first.
-// A draft row that is NaN all over does not reach the normal row's output.
+// A NaN in one query head or draft row ranks the blocks the same wherever it stands: all scores are
+// NaN, so the lower block first. A draft row that is NaN all over does not reach the normal row's
+// output.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -17,7 +18,8 @@ constexpr int kGroup = 3, kDim = 64, kPrompt = 20 * kBlockTokens, kRow = (kGroup
 
 std::vector<float> rows(int count) {
   std::vector<float> qkv(static_cast<size_t>(count) * kRow);
-  for (size_t i = 0; i < qkv.size(); ++i) qkv[i] = static_cast<float>(static_cast<int>((i * 2654435761u) % 17) - 8);
+  for (size_t i = 0; i < qkv.size(); ++i)
+    qkv[i] = static_cast<float>(static_cast<int>((i * 2654435761u) % 17) - 8);
   return qkv;
 }
 
@@ -26,7 +28,8 @@ struct Outcome {
   std::vector<float> normal_row;
 };
 
-// What comes of a first selection when the query of `head` in draft row `row` is NaN, or for head kAll the whole row; none is for row < 0.
+// What comes of a first selection when the query of `head` in draft row `row` is NaN, or for head
+// kAll the whole row; none is for row < 0.
 constexpr int kAll = -1;
 Outcome run(const std::string& combine, int row, int head) {
   CoreConfig c;
@@ -67,11 +70,13 @@ Outcome run(const std::string& combine, int row, int head) {
 }  // namespace
 
 int main() {
-  const std::vector<LogicalBlock> ascending = {LogicalBlock(0), LogicalBlock(1), LogicalBlock(2), LogicalBlock(3)};
+  const std::vector<LogicalBlock> ascending = {LogicalBlock(0), LogicalBlock(1), LogicalBlock(2),
+                                               LogicalBlock(3)};
   for (const char* combine : {"max", "sum", "softmax_sum"}) {
     const Outcome clean = run(combine, -1, 0);
     if (clean.first_choice == ascending) {
-      std::fprintf(stderr, "nan_rows: %s: the clean choice must differ from the lowest blocks\n", combine);
+      std::fprintf(stderr, "nan_rows: %s: the clean choice must differ from the lowest blocks\n",
+                   combine);
       return 1;
     }
     for (int row = 0; row < 2; ++row) {
@@ -81,7 +86,8 @@ int main() {
       }
       for (int head = 0; head < kGroup; ++head)
         if (run(combine, row, head).first_choice != ascending) {
-          std::fprintf(stderr, "nan_rows: %s: row %d, head %d changed the order\n", combine, row, head);
+          std::fprintf(stderr, "nan_rows: %s: row %d, head %d changed the order\n", combine, row,
+                       head);
           return 1;
         }
     }

@@ -45,7 +45,9 @@ struct CoreConfig {
   int group() const { return num_q_heads / num_kv_heads; }
   int64_t block_head_floats() const { return int64_t{2} * kBlockTokens * head_dim; }
   int64_t page_floats() const { return block_head_floats() * num_kv_heads; }
-  int64_t summary_page_floats() const { return int64_t{kSummaryBlocks} * 2 * head_dim * num_kv_heads; }
+  int64_t summary_page_floats() const {
+    return int64_t{kSummaryBlocks} * 2 * head_dim * num_kv_heads;
+  }
 
   void validate() const;  // throws std::invalid_argument naming the field, its value and what to do
 };

@@ -1,7 +1,9 @@
-// The table of operations: raw pointers and sizes, one implementation a backend, chosen once at start.
+// The table of operations: raw pointers and sizes, one implementation a backend, chosen once at
+// start.
 //
-// All arrays are row-major float32. Every output element is written. A row's result depends on that row alone (docs/design.md,
-// section 6): not on the number of rows, on its place among them, or on the number of threads.
+// All arrays are row-major float32. Every output element is written. A row's result depends on that
+// row alone (docs/design.md, section 6): not on the number of rows, on its place among them, or on
+// the number of threads.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +12,8 @@
 
 namespace oasis {
 
-// One sequence's query rows of a step and the pages they read. Row r sees the first `visible + r` tokens of the listed pages.
+// One sequence's query rows of a step and the pages they read. Row r sees the first `visible + r`
+// tokens of the listed pages.
 struct AttentionSegment {
   const float* q = nullptr;        // [rows][q_stride], post-RoPE; head h*G+g at offset (h*G+g)*D
   float* out = nullptr;            // [rows][out_stride], the same head order
@@ -38,13 +41,16 @@ struct Ops {
   // Packs [n][k] into panels of 32 output columns; `packed` holds packed_floats(n, k).
   void (*pack_weight)(const float* weight, int64_t n, int64_t k, float* packed);
   // out[rows][n] = x[rows][k] . weight^T (+ bias[n] if not null). scratch: rows * k floats.
-  void (*linear)(const float* x, int64_t rows, const float* packed, int64_t n, int64_t k, const float* bias, float* out, float* scratch,
-                 int num_threads);
-  void (*rms_norm)(const float* x, int64_t rows, int64_t dim, const float* weight, float eps, float* out, int num_threads);
+  void (*linear)(const float* x, int64_t rows, const float* packed, int64_t n, int64_t k,
+                 const float* bias, float* out, float* scratch, int num_threads);
+  void (*rms_norm)(const float* x, int64_t rows, int64_t dim, const float* weight, float eps,
+                   float* out, int num_threads);
   // out[rows][inter] = silu(gate) * up, with gate_up[rows][2 * inter], gate first.
   void (*silu_mul)(const float* gate_up, int64_t rows, int64_t inter, float* out, int num_threads);
-  // Half-split rotary embedding of `heads` heads of one row; cos and sin are that position's [head_dim / 2].
-  void (*rope)(const float* x, int heads, int head_dim, const float* cos, const float* sin, float* out);
+  // Half-split rotary embedding of `heads` heads of one row; cos and sin are that position's
+  // [head_dim / 2].
+  void (*rope)(const float* x, int heads, int head_dim, const float* cos, const float* sin,
+               float* out);
 
   int64_t (*attention_scratch)(const AttentionArgs&);  // floats that args.scratch must hold
   void (*attention)(const AttentionArgs&);
@@ -52,7 +58,8 @@ struct Ops {
   // keys[16][D] -> ab[2][D].
   void (*summarize)(SummaryKind kind, const float* keys, int head_dim, float* ab);
   // Scores of `blocks` consecutive summaries ab[block][2][D] for one query: out[block].
-  void (*score)(SummaryKind kind, const float* q, const float* ab, int64_t blocks, int head_dim, float* out);
+  void (*score)(SummaryKind kind, const float* q, const float* ab, int64_t blocks, int head_dim,
+                float* out);
   // In place: x[n] -> softmax(x * scale). The sum runs in block order, lane by lane.
   void (*softmax)(float* x, int64_t n, float scale);
 };

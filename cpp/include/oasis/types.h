@@ -18,9 +18,11 @@ struct Id {
   constexpr auto operator<=>(const Id&) const = default;
 };
 
-using DevicePage = Id<struct DevicePageTag>;      // a block's place in the device pool, the same in every layer
-using HostBlock = Id<struct HostBlockTag>;        // one (layer, block) unit of the host pool
-using SummaryPage = Id<struct SummaryPageTag>;    // the summaries of 64 consecutive blocks, the same in every layer
+using DevicePage =
+    Id<struct DevicePageTag>;  // a block's place in the device pool, the same in every layer
+using HostBlock = Id<struct HostBlockTag>;  // one (layer, block) unit of the host pool
+using SummaryPage =
+    Id<struct SummaryPageTag>;  // the summaries of 64 consecutive blocks, the same in every layer
 using LogicalBlock = Id<struct LogicalBlockTag>;  // a block's number within its sequence
 using Slot = Id<struct SlotTag>;                  // an index into a sparse sequence's working set
 

@@ -1,4 +1,5 @@
-// A fixed set of ids, handed out lowest first at the start and last-freed first after. One owner an id.
+// A fixed set of ids, handed out lowest first at the start and last-freed first after. One owner an
+// id.
 #pragma once
 
 #include <stdexcept>
@@ -20,7 +21,8 @@ class IdPool {
   int64_t free_count() const { return static_cast<int64_t>(free_.size()); }
 
   IdT take() {
-    if (free_.empty()) throw CapacityError("pool exhausted: the caller must check free_count() first");
+    if (free_.empty())
+      throw CapacityError("pool exhausted: the caller must check free_count() first");
     const IdT id = free_.back();
     free_.pop_back();
     taken_[id.value] = true;
@@ -28,7 +30,8 @@ class IdPool {
   }
 
   void give_back(IdT id) {
-    if (!id.valid() || id.value >= size() || !taken_[id.value]) throw std::logic_error("id given back twice or never taken");
+    if (!id.valid() || id.value >= size() || !taken_[id.value])
+      throw std::logic_error("id given back twice or never taken");
     taken_[id.value] = false;
     free_.push_back(id);
   }

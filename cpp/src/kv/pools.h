@@ -18,14 +18,17 @@ class DevicePool {
 
   float* layer(int l) const { return layers_[l].data(); }
   float* page(int l, DevicePage p) const { return layer(l) + p.value * page_floats_; }
-  float* block_head(int l, DevicePage p, int head) const { return page(l, p) + head * block_head_floats_; }
+  float* block_head(int l, DevicePage p, int head) const {
+    return page(l, p) + head * block_head_floats_;
+  }
 
  private:
   std::vector<Memory> layers_;
   int64_t page_floats_, block_head_floats_;
 };
 
-// [host_block][kv_head][K|V][16][D]. A unit is complete once its write-through has ended; only a complete one may be fetched.
+// [host_block][kv_head][K|V][16][D]. A unit is complete once its write-through has ended; only a
+// complete one may be fetched.
 class HostPool {
  public:
   explicit HostPool(const CoreConfig& c);
@@ -40,7 +43,8 @@ class HostPool {
 
  private:
   Memory memory_;
-  std::vector<uint8_t> complete_;  // bytes: the transfer worker sets some while the scheduler clears others
+  std::vector<uint8_t>
+      complete_;  // bytes: the transfer worker sets some while the scheduler clears others
   int64_t unit_floats_, block_head_floats_;
 };
 

@@ -41,9 +41,13 @@ bool SequenceKv::grow_pages(int64_t total) {
   return missing <= 0 || pools_.device.ids.take_all(missing, pages_);
 }
 
-DevicePage SequenceKv::page_of_open_block(LogicalBlock b) const { return sparse_ ? local_[b.value % 2] : pages_[b.value]; }
+DevicePage SequenceKv::page_of_open_block(LogicalBlock b) const {
+  return sparse_ ? local_[b.value % 2] : pages_[b.value];
+}
 
-DevicePage SequenceKv::page_of_position(int64_t position) const { return page_of_open_block(LogicalBlock(position / kBlockTokens)); }
+DevicePage SequenceKv::page_of_position(int64_t position) const {
+  return page_of_open_block(LogicalBlock(position / kBlockTokens));
+}
 
 std::vector<int32_t> SequenceKv::reading_order(int64_t last_position) const {
   std::vector<int32_t> order;
@@ -59,10 +63,12 @@ std::vector<int32_t> SequenceKv::reading_order(int64_t last_position) const {
 
 float* SequenceKv::summary(int layer, int head, LogicalBlock b) const {
   const SummaryPage page = summary_pages_[b.value / kSummaryBlocks];
-  return pools_.summary.head(layer, page, head) + (b.value % kSummaryBlocks) * pools_.summary.entry_floats();
+  return pools_.summary.head(layer, page, head) +
+         (b.value % kSummaryBlocks) * pools_.summary.entry_floats();
 }
 
-void SequenceKv::sparsify(std::vector<std::vector<LogicalBlock>>& chosen, int64_t complete, int64_t step) {
+void SequenceKv::sparsify(std::vector<std::vector<LogicalBlock>>& chosen, int64_t complete,
+                          int64_t step) {
   const int64_t slots = std::min<int64_t>(config_.top_k_blocks, complete);
   const size_t bytes = config_.block_head_floats() * sizeof(float);
   for (int i = 0; i < layers_ * heads_; ++i) maps_.emplace_back(max_slots_, max_blocks_);
@@ -70,7 +76,8 @@ void SequenceKv::sparsify(std::vector<std::vector<LogicalBlock>>& chosen, int64_
     for (int h = 0; h < heads_; ++h) {
       std::vector<LogicalBlock>& keep = chosen[l * heads_ + h];
       std::sort(keep.begin(), keep.end());
-      // Chosen blocks below `slots` are a prefix of `keep` and stay; the rest fill the slots left over, both in ascending order.
+      // Chosen blocks below `slots` are a prefix of `keep` and stay; the rest fill the slots left
+      // over, both in ascending order.
       auto moved = std::lower_bound(keep.begin(), keep.end(), LogicalBlock(slots));
       auto stays = keep.begin();
       for (int64_t s = 0; s < slots; ++s) {
@@ -78,7 +85,8 @@ void SequenceKv::sparsify(std::vector<std::vector<LogicalBlock>>& chosen, int64_
           map(l, h).append(*stays++, step);
           continue;
         }
-        std::memcpy(pools_.device.block_head(l, pages_[s], h), pools_.device.block_head(l, pages_[moved->value], h), bytes);
+        std::memcpy(pools_.device.block_head(l, pages_[s], h),
+                    pools_.device.block_head(l, pages_[moved->value], h), bytes);
         map(l, h).append(*moved++, step);
       }
     }
@@ -130,7 +138,9 @@ void SequenceKv::save_to_host() {
 int64_t SequenceKv::pages_to_restore() const { return saved_->pages + (sparse_ ? 2 : 0); }
 
 bool SequenceKv::restore_from_host() {
-  if (pools_.device.ids.free_count() < pages_to_restore() || pools_.summary.ids.free_count() < saved_->summary_pages) return false;
+  if (pools_.device.ids.free_count() < pages_to_restore() ||
+      pools_.summary.ids.free_count() < saved_->summary_pages)
+    return false;
   pools_.device.ids.take_all(saved_->pages, pages_);
   pools_.summary.ids.take_all(saved_->summary_pages, summary_pages_);
   if (sparse_)
@@ -144,7 +154,8 @@ bool SequenceKv::restore_from_host() {
       const int64_t count = sparse_ ? map(l, h).slots() : std::min<int64_t>(settled, pages_.size());
       for (int64_t i = 0; i < count; ++i) {
         const LogicalBlock b = sparse_ ? map(l, h).block(Slot(i)) : LogicalBlock(i);
-        std::memcpy(pools_.device.block_head(l, pages_[i], h), pools_.host.block_head(host_unit(l, b), h), bytes);
+        std::memcpy(pools_.device.block_head(l, pages_[i], h),
+                    pools_.host.block_head(host_unit(l, b), h), bytes);
       }
     }
   return true;

@@ -1,4 +1,5 @@
-// One request's KV: where its blocks are, on the device and on the host, and how far they are settled.
+// One request's KV: where its blocks are, on the device and on the host, and how far they are
+// settled.
 #pragma once
 
 #include <array>
@@ -30,7 +31,9 @@ class SequenceKv {
   bool reserve();
   bool grow_pages(int64_t total);  // dense: pages for `total` blocks; sparse: `total` slots
   bool in_sparse() const { return sparse_; }
-  const std::vector<DevicePage>& pages() const { return pages_; }  // dense: by block; sparse: by slot
+  const std::vector<DevicePage>& pages() const {
+    return pages_;
+  }  // dense: by block; sparse: by slot
   int64_t max_slots() const { return max_slots_; }
   int64_t complete_blocks() const { return committed / kBlockTokens; }
   // The pages that attention reads, in order, for a step whose last position is `last_position`.
@@ -42,7 +45,8 @@ class SequenceKv {
   HostBlock host_unit(int layer, LogicalBlock b) const { return host_[b.value * layers_ + layer]; }
   HeadMap& map(int layer, int head) { return maps_[layer * heads_ + head]; }
 
-  // Turns dense into sparse: `chosen[layer * heads + head]` are the blocks to keep. Both local pages must exist: grow_pages first.
+  // Turns dense into sparse: `chosen[layer * heads + head]` are the blocks to keep. Both local
+  // pages must exist: grow_pages first.
   void sparsify(std::vector<std::vector<LogicalBlock>>& chosen, int64_t complete, int64_t step);
 
   void save_to_host();  // preemption: open blocks and summaries; frees all device memory

@@ -8,7 +8,8 @@
 namespace oasis {
 namespace {
 
-// NaN wins whichever side it is on: a block with one broken score ranks last, whatever the order of heads and rows.
+// NaN wins whichever side it is on: a block with one broken score ranks last, whatever the order of
+// heads and rows.
 float max_or_nan(float a, float b) { return a > b || std::isnan(a) ? a : b; }
 
 }  // namespace
@@ -21,20 +22,24 @@ Scorer::Scorer(const CoreConfig& config, const Ops& ops)
       head_dim_(config.head_dim),
       sink_blocks_(config.sink_blocks) {}
 
-void Scorer::score_query(const SequenceKv& seq, int layer, int head, int64_t blocks, const float* q, float* out) const {
+void Scorer::score_query(const SequenceKv& seq, int layer, int head, int64_t blocks, const float* q,
+                         float* out) const {
   for (int64_t b = 0; b < blocks; b += kSummaryBlocks)
-    ops_.score(kind_, q, seq.summary(layer, head, LogicalBlock(b)), std::min<int64_t>(kSummaryBlocks, blocks - b), head_dim_, out + b);
+    ops_.score(kind_, q, seq.summary(layer, head, LogicalBlock(b)),
+               std::min<int64_t>(kSummaryBlocks, blocks - b), head_dim_, out + b);
 }
 
-const std::vector<float>& Scorer::score(const SequenceKv& seq, int layer, int head, int64_t blocks, const float* queries, int rows,
-                                        int64_t q_stride) {
+const std::vector<float>& Scorer::score(const SequenceKv& seq, int layer, int head, int64_t blocks,
+                                        const float* queries, int rows, int64_t q_stride) {
   query_.resize(blocks);
   row_.resize(blocks);
   total_.resize(blocks);
   for (int r = 0; r < rows; ++r) {
     for (int g = 0; g < group_; ++g) {
-      score_query(seq, layer, head, blocks, queries + r * q_stride + static_cast<int64_t>(g) * head_dim_, query_.data());
-      if (combine_ == GroupCombine::kSoftmaxSum) ops_.softmax(query_.data(), blocks, 1.0f / std::sqrt(static_cast<float>(head_dim_)));
+      score_query(seq, layer, head, blocks,
+                  queries + r * q_stride + static_cast<int64_t>(g) * head_dim_, query_.data());
+      if (combine_ == GroupCombine::kSoftmaxSum)
+        ops_.softmax(query_.data(), blocks, 1.0f / std::sqrt(static_cast<float>(head_dim_)));
       for (int64_t b = 0; b < blocks; ++b) {
         if (g == 0)
           row_[b] = query_[b];
@@ -44,9 +49,11 @@ const std::vector<float>& Scorer::score(const SequenceKv& seq, int layer, int he
           row_[b] += query_[b];
       }
     }
-    for (int64_t b = 0; b < blocks; ++b) total_[b] = r == 0 ? row_[b] : max_or_nan(total_[b], row_[b]);
+    for (int64_t b = 0; b < blocks; ++b)
+      total_[b] = r == 0 ? row_[b] : max_or_nan(total_[b], row_[b]);
   }
-  std::fill_n(total_.begin(), std::min<int64_t>(sink_blocks_, blocks), std::numeric_limits<float>::infinity());
+  std::fill_n(total_.begin(), std::min<int64_t>(sink_blocks_, blocks),
+              std::numeric_limits<float>::infinity());
   return total_;
 }
 
@@ -60,7 +67,8 @@ std::vector<LogicalBlock> top_k(const std::vector<float>& scores, int64_t k) {
     return a < b;
   };
   const int64_t count = std::min<int64_t>(k, order.size());
-  if (count < static_cast<int64_t>(order.size())) std::nth_element(order.begin(), order.begin() + count, order.end(), better);
+  if (count < static_cast<int64_t>(order.size()))
+    std::nth_element(order.begin(), order.begin() + count, order.end(), better);
   std::sort(order.begin(), order.begin() + count, better);
   std::vector<LogicalBlock> best;
   best.reserve(count);
@@ -85,7 +93,8 @@ Selection select(HeadMap& map, std::vector<LogicalBlock> predicted, int64_t cap,
   std::vector<Slot> victims;
   for (int s = 0; s < map.slots(); ++s)
     if (!wanted[s]) victims.emplace_back(s);
-  std::partial_sort(victims.begin(), victims.begin() + admit, victims.end(), [&](Slot a, Slot b) { return map.evict_before(a, b); });
+  std::partial_sort(victims.begin(), victims.begin() + admit, victims.end(),
+                    [&](Slot a, Slot b) { return map.evict_before(a, b); });
   for (int64_t i = 0; i < admit; ++i) {
     const LogicalBlock evicted = map.replace(victims[i], missing[i], step);
     out.admitted.push_back({missing[i], victims[i], evicted});

@@ -1,5 +1,6 @@
-// Which blocks a head wants next, and which of the missing ones it may fetch. The order of everything here is total
-// (docs/design.md, section 5), so the result depends on scores and step counters alone.
+// Which blocks a head wants next, and which of the missing ones it may fetch. The order of
+// everything here is total (docs/design.md, section 5), so the result depends on scores and step
+// counters alone.
 #pragma once
 
 #include <vector>
@@ -21,17 +22,18 @@ struct Selection {
   int64_t capped = 0;
 };
 
-// Scores of blocks [0, blocks) for one KV head: the group combined, then the maximum over the staged rows.
-// Sink blocks score infinitely: their few tokens hold much of the attention, which no mean over a block shows.
-// queries: [rows][q_stride], pointing at the head's first query.
+// Scores of blocks [0, blocks) for one KV head: the group combined, then the maximum over the
+// staged rows. Sink blocks score infinitely: their few tokens hold much of the attention, which no
+// mean over a block shows. queries: [rows][q_stride], pointing at the head's first query.
 class Scorer {
  public:
   Scorer(const CoreConfig& config, const Ops& ops);
-  const std::vector<float>& score(const SequenceKv& seq, int layer, int head, int64_t blocks, const float* queries, int rows,
-                                  int64_t q_stride);
+  const std::vector<float>& score(const SequenceKv& seq, int layer, int head, int64_t blocks,
+                                  const float* queries, int rows, int64_t q_stride);
 
  private:
-  void score_query(const SequenceKv& seq, int layer, int head, int64_t blocks, const float* q, float* out) const;
+  void score_query(const SequenceKv& seq, int layer, int head, int64_t blocks, const float* q,
+                   float* out) const;
 
   const Ops& ops_;
   SummaryKind kind_;

@@ -15,7 +15,8 @@ Background::Background(const CoreConfig& config, const Ops& ops, Pools& pools)
       transferred_(config.num_layers),
       delay_rng_(config.fault_seed) {
   const int64_t rows = int64_t{config.max_batch_size} * std::max(1, config.max_draft_len);
-  staged_.assign(config.num_layers, std::vector<float>(rows * config.num_q_heads * config.head_dim));
+  staged_.assign(config.num_layers,
+                 std::vector<float>(rows * config.num_q_heads * config.head_dim));
 }
 
 void Background::launch(LayerJob job) {
@@ -55,9 +56,11 @@ std::vector<Background::Copy> Background::predict(const LayerJob& job) {
     SequenceKv& seq = *g.seq;
     const bool first = g.kind == RowKind::kDense;
     for (int h = 0; h < config_.num_kv_heads; ++h) {
-      const float* q = staged(job.layer) + g.staged0 * q_stride + int64_t{h} * config_.group() * config_.head_dim;
+      const float* q = staged(job.layer) + g.staged0 * q_stride +
+                       int64_t{h} * config_.group() * config_.head_dim;
       std::vector<LogicalBlock> predicted =
-          top_k(scorer_.score(seq, job.layer, h, g.settle_to, q, g.staged_rows, q_stride), config_.top_k_blocks);
+          top_k(scorer_.score(seq, job.layer, h, g.settle_to, q, g.staged_rows, q_stride),
+                config_.top_k_blocks);
       TraceRecord record;
       if (first) {
         job.plan->first_choice[i][job.layer * config_.num_kv_heads + h] = predicted;
@@ -68,12 +71,14 @@ std::vector<Background::Copy> Background::predict(const LayerJob& job) {
         for (const Admission& a : record.selection.admitted) {
           const HostBlock unit = seq.host_unit(job.layer, a.block);
           copies.push_back(
-              {unit, pools_.host.block_head(unit, h), pools_.device.block_head(job.layer, DevicePage(g.pages[a.slot.value]), h)});
+              {unit, pools_.host.block_head(unit, h),
+               pools_.device.block_head(job.layer, DevicePage(g.pages[a.slot.value]), h)});
         }
         seq.stats.predicted += static_cast<int64_t>(record.selection.predicted.size());
         seq.stats.admitted += static_cast<int64_t>(record.selection.admitted.size());
         seq.stats.capped += record.selection.capped;
-        seq.stats.bytes_fetched += static_cast<int64_t>(record.selection.admitted.size() * config_.block_head_floats() * sizeof(float));
+        seq.stats.bytes_fetched += static_cast<int64_t>(
+            record.selection.admitted.size() * config_.block_head_floats() * sizeof(float));
         if (config_.trace) {
           record.map = map.blocks();
           record.last_selected = map.last();
@@ -102,7 +107,8 @@ void Background::write_through(const RowGroup& g, int layer, const std::vector<F
     const LogicalBlock block(b);
     const HostBlock unit = g.seq->host_unit(layer, block);
     for (int h = 0; h < config_.num_kv_heads; ++h) {
-      // A sparse sequence's local page may be appended to again in this step; its copy in the slot is stable until the gather below.
+      // A sparse sequence's local page may be appended to again in this step; its copy in the slot
+      // is stable until the gather below.
       const DevicePage page(g.pages[fills.empty() ? b : fills[h].slot.value]);
       std::memcpy(pools_.host.block_head(unit, h), pools_.device.block_head(layer, page, h), bytes);
     }
@@ -112,18 +118,21 @@ void Background::write_through(const RowGroup& g, int layer, const std::vector<F
 
 void Background::transfer(const LayerJob& job, const std::vector<Copy>& copies) {
   delay();
-  for (size_t i = 0; i < job.plan->groups.size(); ++i) write_through(job.plan->groups[i], job.layer, job.fills[i]);
+  for (size_t i = 0; i < job.plan->groups.size(); ++i)
+    write_through(job.plan->groups[i], job.layer, job.fills[i]);
   attended_[job.layer].wait(job.plan->step);
   const size_t bytes = config_.block_head_floats() * sizeof(float);
   for (const Copy& c : copies) {
-    if (!pools_.host.complete(c.unit)) throw std::logic_error("a host unit was fetched before its write-through ended");
+    if (!pools_.host.complete(c.unit))
+      throw std::logic_error("a host unit was fetched before its write-through ended");
     std::memcpy(c.to, c.from, bytes);
   }
 }
 
 void Background::delay() {
   if (config_.transfer_delay_us == 0) return;
-  std::this_thread::sleep_for(std::chrono::microseconds(delay_rng_() % (config_.transfer_delay_us + 1)));
+  std::this_thread::sleep_for(
+      std::chrono::microseconds(delay_rng_() % (config_.transfer_delay_us + 1)));
 }
 
 }  // namespace oasis

@@ -1,4 +1,5 @@
-// The background of a step: predict, select, write through, fetch. One predictor and one transfer worker; events per layer.
+// The background of a step: predict, select, write through, fetch. One predictor and one transfer
+// worker; events per layer.
 #pragma once
 
 #include <exception>
@@ -30,7 +31,8 @@ class Background {
  public:
   Background(const CoreConfig& config, const Ops& ops, Pools& pools);
 
-  // Where the foreground stages the queries that predict: [staged row][Hq * D]. Free to write after wait_transfer(layer, step - 1).
+  // Where the foreground stages the queries that predict: [staged row][Hq * D]. Free to write after
+  // wait_transfer(layer, step - 1).
   float* staged(int layer) { return staged_[layer].data(); }
 
   void launch(LayerJob job);

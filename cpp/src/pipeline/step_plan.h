@@ -1,4 +1,5 @@
-// One step, fixed before its first layer: which rows of which request, what they read, and what is predicted from them.
+// One step, fixed before its first layer: which rows of which request, what they read, and what is
+// predicted from them.
 #pragma once
 
 #include <memory>
@@ -10,14 +11,16 @@ namespace oasis {
 
 enum class RowKind { kPrefill, kDense, kSparse };
 
-// A plan's rows of one request: `rows` consecutive positions from `start`. A decode group is one normal row and `drafts` draft rows.
+// A plan's rows of one request: `rows` consecutive positions from `start`. A decode group is one
+// normal row and `drafts` draft rows.
 struct RowGroup {
   RequestId id = 0;
   RowKind kind = RowKind::kPrefill;
   int64_t start = 0;
   int rows = 0;
   int drafts = 0;
-  int logits_rows = 0;  // rows whose logits the caller needs: prefill's last row, or the first ones of a decode group
+  int logits_rows = 0;  // rows whose logits the caller needs: prefill's last row, or the first ones
+                        // of a decode group
 
   SequenceKv* seq = nullptr;   // its request does not end before the background is through
   int64_t row0 = 0;            // first row in the step's packed arrays
@@ -37,7 +40,8 @@ struct StepPlan {
   std::vector<RowGroup> groups;
   int64_t rows = 0;
   int64_t staged_rows = 0;
-  // First selections, [group][layer * heads + head]; written by the predictor, read after the step's background is through.
+  // First selections, [group][layer * heads + head]; written by the predictor, read after the
+  // step's background is through.
   std::vector<std::vector<std::vector<LogicalBlock>>> first_choice;
 };
 

@@ -17,7 +17,8 @@ struct TraceRecord {
   Slot fill_slot;
   LogicalBlock fill_evicted;
   Selection selection;
-  std::vector<LogicalBlock> map;  // block of each slot, after the selection; empty for a first selection
+  // Block of each slot, after the selection; empty for a first selection.
+  std::vector<LogicalBlock> map;
   std::vector<int64_t> last_selected;
 };
 

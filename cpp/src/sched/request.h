@@ -11,7 +11,8 @@ namespace oasis {
 
 enum class RequestState { kWaiting, kPrefill, kDecode, kPreempted };
 
-// What a dense request selected first, until it has the pages to turn sparse. A preemption in between must not change it.
+// What a dense request selected first, until it has the pages to turn sparse. A preemption in
+// between must not change it.
 struct FirstChoice {
   std::vector<std::vector<LogicalBlock>> blocks;  // [layer * heads + head]
   int64_t complete = 0;                           // blocks there were to choose from
@@ -24,7 +25,8 @@ struct Request {
   int64_t max_new_tokens = 0;
   RequestState state = RequestState::kWaiting;
   RequestState resume_to = RequestState::kPrefill;
-  int64_t tokens = 0;     // known tokens: the prompt and what was generated; KV exists for seq->committed of them
+  // Known tokens: the prompt and what was generated; KV exists for seq->committed of them.
+  int64_t tokens = 0;
   int64_t last_step = 0;  // the last step that names it
   std::optional<FirstChoice> first_choice;
   std::unique_ptr<SequenceKv> seq;

@@ -19,26 +19,37 @@ int64_t Scheduler::pages_alone(int64_t prompt_tokens, int64_t max_new_tokens) co
 }
 
 void Scheduler::check(int64_t prompt_tokens, int64_t max_new_tokens) const {
-  if (prompt_tokens < 1) throw std::invalid_argument("prompt_tokens = " + std::to_string(prompt_tokens) + ": must be at least 1");
-  if (max_new_tokens < 1) throw std::invalid_argument("max_new_tokens = " + std::to_string(max_new_tokens) + ": must be at least 1");
-  const std::string what = "a prompt of " + std::to_string(prompt_tokens) + " tokens with max_tokens " + std::to_string(max_new_tokens);
+  if (prompt_tokens < 1)
+    throw std::invalid_argument("prompt_tokens = " + std::to_string(prompt_tokens) +
+                                ": must be at least 1");
+  if (max_new_tokens < 1)
+    throw std::invalid_argument("max_new_tokens = " + std::to_string(max_new_tokens) +
+                                ": must be at least 1");
+  const std::string what = "a prompt of " + std::to_string(prompt_tokens) +
+                           " tokens with max_tokens " + std::to_string(max_new_tokens);
   if (max_new_tokens > config_.max_seq_len - prompt_tokens)
-    throw CapacityError(what + " exceeds max_seq_len " + std::to_string(config_.max_seq_len) + ": shorten the prompt or lower max_tokens");
+    throw CapacityError(what + " exceeds max_seq_len " + std::to_string(config_.max_seq_len) +
+                        ": shorten the prompt or lower max_tokens");
   const int64_t max_tokens = prompt_tokens + max_new_tokens;
   if (pages_alone(prompt_tokens, max_new_tokens) > config_.device_pages)
-    throw CapacityError(what + " needs " + std::to_string(pages_alone(prompt_tokens, max_new_tokens)) + " device pages, the pool has " +
-                        std::to_string(config_.device_pages) + ": raise device_kv_gib or shorten the prompt");
+    throw CapacityError(what + " needs " +
+                        std::to_string(pages_alone(prompt_tokens, max_new_tokens)) +
+                        " device pages, the pool has " + std::to_string(config_.device_pages) +
+                        ": raise device_kv_gib or shorten the prompt");
   const int64_t host = blocks_for(max_tokens) * config_.num_layers;
   if (host > config_.host_blocks)
-    throw CapacityError(what + " needs " + std::to_string(host) + " host blocks, the pool has " + std::to_string(config_.host_blocks) +
+    throw CapacityError(what + " needs " + std::to_string(host) + " host blocks, the pool has " +
+                        std::to_string(config_.host_blocks) +
                         ": raise host_kv_gib or lower max_tokens");
-  if (config_.sparse_enabled && div_up(blocks_for(max_tokens), kSummaryBlocks) > pools_.summary.ids.size())
-    throw CapacityError(what + " needs more summary pages than the pool has (" + std::to_string(pools_.summary.ids.size()) +
-                        "): raise summary_pages");
+  if (config_.sparse_enabled &&
+      div_up(blocks_for(max_tokens), kSummaryBlocks) > pools_.summary.ids.size())
+    throw CapacityError(what + " needs more summary pages than the pool has (" +
+                        std::to_string(pools_.summary.ids.size()) + "): raise summary_pages");
 }
 
 void Scheduler::submit(RequestId id, int64_t prompt_tokens, int64_t max_new_tokens) {
-  if (find(id)) throw std::invalid_argument("request id " + std::to_string(id) + " is already in use");
+  if (find(id))
+    throw std::invalid_argument("request id " + std::to_string(id) + " is already in use");
   check(prompt_tokens, max_new_tokens);
   auto r = std::make_unique<Request>();
   r->id = id;
@@ -49,7 +60,8 @@ void Scheduler::submit(RequestId id, int64_t prompt_tokens, int64_t max_new_toke
 }
 
 bool Scheduler::end(RequestId id) {
-  const auto at = std::find_if(requests_.begin(), requests_.end(), [&](const auto& r) { return r->id == id; });
+  const auto at =
+      std::find_if(requests_.begin(), requests_.end(), [&](const auto& r) { return r->id == id; });
   if (at == requests_.end()) return false;
   background_.wait_done((*at)->last_step);
   requests_.erase(at);
@@ -63,16 +75,18 @@ Request* Scheduler::find(RequestId id) {
 }
 
 int64_t Scheduler::count(RequestState state) const {
-  return std::count_if(requests_.begin(), requests_.end(), [&](const auto& r) { return r->state == state; });
+  return std::count_if(requests_.begin(), requests_.end(),
+                       [&](const auto& r) { return r->state == state; });
 }
 
 int Scheduler::running() const {
-  return static_cast<int>(std::count_if(requests_.begin(), requests_.end(), [](const auto& r) { return r->running(); }));
+  return static_cast<int>(std::count_if(requests_.begin(), requests_.end(),
+                                        [](const auto& r) { return r->running(); }));
 }
 
 bool Scheduler::selects_first(const Request& r) const {
-  return config_.sparse_enabled && r.state == RequestState::kDecode && !r.seq->in_sparse() && !r.first_choice &&
-         r.seq->committed >= config_.sparse_from_tokens;
+  return config_.sparse_enabled && r.state == RequestState::kDecode && !r.seq->in_sparse() &&
+         !r.first_choice && r.seq->committed >= config_.sparse_from_tokens;
 }
 
 std::vector<std::pair<RequestId, int>> Scheduler::draft_wanted() const {
@@ -80,7 +94,8 @@ std::vector<std::pair<RequestId, int>> Scheduler::draft_wanted() const {
   if (config_.max_draft_len == 0) return wanted;
   for (const auto& r : requests_) {
     if (r->state != RequestState::kDecode) continue;
-    if (!config_.accept_drafts && !r->seq->in_sparse() && !selects_first(*r) && !r->first_choice) continue;
+    if (!config_.accept_drafts && !r->seq->in_sparse() && !selects_first(*r) && !r->first_choice)
+      continue;
     const int64_t room = r->max_tokens() - r->tokens;
     const int rows = static_cast<int>(std::min<int64_t>(config_.max_draft_len, room));
     if (rows > 0) wanted.emplace_back(r->id, rows);
@@ -95,10 +110,12 @@ void Scheduler::preempt(Request& r) {
   r.state = RequestState::kPreempted;
 }
 
-// Pages for `r`, preempting the youngest running request while there are too few; false when that was `r` itself.
+// Pages for `r`, preempting the youngest running request while there are too few; false when that
+// was `r` itself.
 bool Scheduler::make_room(Request& r, int64_t total_pages) {
   while (!r.seq->grow_pages(total_pages)) {
-    const auto youngest = std::find_if(requests_.rbegin(), requests_.rend(), [](const auto& q) { return q->running(); });
+    const auto youngest = std::find_if(requests_.rbegin(), requests_.rend(),
+                                       [](const auto& q) { return q->running(); });
     preempt(**youngest);
     if (youngest->get() == &r) return false;
   }
@@ -112,7 +129,8 @@ void Scheduler::take_first_choices() {
     Request* r = find(g.id);
     if (!r) continue;  // it has ended
     background_.wait_step(last_plan_->step);
-    r->first_choice = FirstChoice{std::move(last_plan_->first_choice[i]), g.settle_to, last_plan_->step};
+    r->first_choice =
+        FirstChoice{std::move(last_plan_->first_choice[i]), g.settle_to, last_plan_->step};
   }
   last_plan_.reset();
 }
@@ -127,13 +145,17 @@ void Scheduler::turn_sparse() {
   }
 }
 
-// Whether a page for each running request is left after taking `pages`: else their next ones would preempt the newcomer at once.
-bool Scheduler::leaves_room(int64_t pages) const { return pools_.device.ids.free_count() >= pages + running(); }
+// Whether a page for each running request is left after taking `pages`: else their next ones would
+// preempt the newcomer at once.
+bool Scheduler::leaves_room(int64_t pages) const {
+  return pools_.device.ids.free_count() >= pages + running();
+}
 
 void Scheduler::resume_one() {
   for (const auto& r : requests_) {
     if (r->state != RequestState::kPreempted) continue;
-    if (running() < config_.max_batch_size && leaves_room(r->seq->pages_to_restore()) && r->seq->restore_from_host())
+    if (running() < config_.max_batch_size && leaves_room(r->seq->pages_to_restore()) &&
+        r->seq->restore_from_host())
       r->state = r->resume_to;
     return;  // oldest first: a younger one must not overtake it
   }
@@ -153,8 +175,8 @@ void Scheduler::admit() {
   }
 }
 
-// Who drafts must be settled before the drafts are asked for: a request that resumes later would decode its first step without,
-// and its selections would depend on the batch it is in.
+// Who drafts must be settled before the drafts are asked for: a request that resumes later would
+// decode its first step without, and its selections would depend on the batch it is in.
 std::vector<std::pair<RequestId, int>> Scheduler::begin_step() {
   take_first_choices();
   resume_one();
@@ -169,7 +191,8 @@ std::shared_ptr<StepPlan> Scheduler::plan(const std::map<RequestId, int>& drafts
   admit();
   auto plan = std::make_shared<StepPlan>();
   plan->step = step_ + 1;
-  // By index: preempting changes states, never the order. Only requests younger than the one at hand are preempted, or itself.
+  // By index: preempting changes states, never the order. Only requests younger than the one at
+  // hand are preempted, or itself.
   for (size_t i = 0; i < requests_.size(); ++i) {
     Request& r = *requests_[i];
     if (r.state != RequestState::kDecode) continue;
@@ -177,7 +200,8 @@ std::shared_ptr<StepPlan> Scheduler::plan(const std::map<RequestId, int>& drafts
     add_decode(*plan, r, d == drafts.end() ? 0 : d->second);
   }
   for (const auto& r : requests_)
-    if (r->state == RequestState::kPrefill && plan->rows < config_.max_num_tokens) add_prefill(*plan, *r);
+    if (r->state == RequestState::kPrefill && plan->rows < config_.max_num_tokens)
+      add_prefill(*plan, *r);
   if (plan->groups.empty()) return nullptr;
   plan->first_choice.resize(plan->groups.size());
   for (size_t i = 0; i < plan->groups.size(); ++i)
@@ -191,8 +215,8 @@ std::shared_ptr<StepPlan> Scheduler::plan(const std::map<RequestId, int>& drafts
 
 void Scheduler::add_decode(StepPlan& plan, Request& r, int drafts) {
   if (drafts < 0 || drafts > config_.max_draft_len || r.tokens + drafts > r.max_tokens())
-    throw std::invalid_argument("drafts = " + std::to_string(drafts) + " for request " + std::to_string(r.id) +
-                                ": more than begin_step() allows");
+    throw std::invalid_argument("drafts = " + std::to_string(drafts) + " for request " +
+                                std::to_string(r.id) + ": more than begin_step() allows");
   const bool first = selects_first(r);
   RowGroup g;
   g.kind = r.seq->in_sparse() ? RowKind::kSparse : RowKind::kDense;
@@ -215,7 +239,8 @@ void Scheduler::add_prefill(StepPlan& plan, Request& r) {
   RowGroup g;
   g.kind = RowKind::kPrefill;
   g.start = r.seq->committed;
-  g.rows = static_cast<int>(std::min<int64_t>(r.prompt_tokens - g.start, config_.max_num_tokens - plan.rows));
+  g.rows = static_cast<int>(
+      std::min<int64_t>(r.prompt_tokens - g.start, config_.max_num_tokens - plan.rows));
   g.logits_rows = g.start + g.rows == r.prompt_tokens ? 1 : 0;
   add_group(plan, r, std::move(g));
 }
@@ -227,8 +252,9 @@ void Scheduler::add_group(StepPlan& plan, Request& r, RowGroup g) {
   g.settle_from = r.seq->settled;
   g.settle_to = r.seq->complete_blocks();
   g.pages = r.seq->reading_order(g.start + g.rows - 1);
-  const int64_t resident =
-      g.kind == RowKind::kSparse ? static_cast<int64_t>(r.seq->pages().size()) * kBlockTokens : g.settle_to * kBlockTokens;
+  const int64_t resident = g.kind == RowKind::kSparse
+                               ? static_cast<int64_t>(r.seq->pages().size()) * kBlockTokens
+                               : g.settle_to * kBlockTokens;
   g.visible = resident + g.start + 1 - g.settle_to * kBlockTokens;
   g.staged0 = plan.staged_rows;
   g.staged_rows = g.predicts ? std::max(1, g.drafts) : 0;
@@ -245,7 +271,8 @@ void Scheduler::commit(const StepPlan& plan, const std::map<RequestId, int>& new
       const auto n = new_tokens.find(g.id);
       yielded = n == new_tokens.end() ? 0 : n->second;
       if (yielded < 1 || yielded > std::max(1, g.drafts))
-        throw std::invalid_argument("new_tokens = " + std::to_string(yielded) + " for request " + std::to_string(g.id) + ": must be 1.." +
+        throw std::invalid_argument("new_tokens = " + std::to_string(yielded) + " for request " +
+                                    std::to_string(g.id) + ": must be 1.." +
                                     std::to_string(std::max(1, g.drafts)));
     }
     r.tokens += yielded;

@@ -1,4 +1,5 @@
-// Admission, the composition of each step, preemption and ending. Called between steps, by one thread.
+// Admission, the composition of each step, preemption and ending. Called between steps, by one
+// thread.
 #pragma once
 
 #include <deque>
@@ -17,13 +18,16 @@ class Scheduler {
  public:
   Scheduler(const CoreConfig& config, Pools& pools, Background& background);
 
-  // Throws CapacityError for what could never run here, even alone. Reads sizes only: any thread may call it.
+  // Throws CapacityError for what could never run here, even alone. Reads sizes only: any thread
+  // may call it.
   void check(int64_t prompt_tokens, int64_t max_new_tokens) const;
   void submit(RequestId id, int64_t prompt_tokens, int64_t max_new_tokens);
   bool end(RequestId id);  // waits until the background has let go of it; false if unknown
-  // Settles who decodes in the next step (one resumes, some turn sparse); how many draft rows each of them may use.
+  // Settles who decodes in the next step (one resumes, some turn sparse); how many draft rows each
+  // of them may use.
   std::vector<std::pair<RequestId, int>> begin_step();
-  // The next step, or null when nothing can run. `drafts`: draft rows the caller has for each request. After begin_step().
+  // The next step, or null when nothing can run. `drafts`: draft rows the caller has for each
+  // request. After begin_step().
   std::shared_ptr<StepPlan> plan(const std::map<RequestId, int>& drafts);
   // The step is over: how many tokens each group with logits yielded.
   void commit(const StepPlan& plan, const std::map<RequestId, int>& new_tokens);

@@ -15,11 +15,12 @@ extern const Ops table;
 
 const Ops& cpu_ops() {
   static const Ops& chosen = []() -> const Ops& {
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl"))
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"))
       return avx512::table;
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return avx2::table;
-    throw std::runtime_error("this processor has neither AVX2 with FMA nor AVX-512; the CPU backend needs one of them");
+    throw std::runtime_error(
+        "this processor has neither AVX2 with FMA nor AVX-512; the CPU backend needs one of them");
   }();
   return chosen;
 }

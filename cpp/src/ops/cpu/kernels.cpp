@@ -1,8 +1,10 @@
-// CPU kernels, compiled once per instruction set (OASIS_ISA names the build) and chosen at start by dispatch.cpp.
+// CPU kernels, compiled once per instruction set (OASIS_ISA names the build) and chosen at start by
+// dispatch.cpp.
 //
-// No standard-library templates here: an inline function compiled for AVX-512 must never be the copy the linker keeps for all.
-// A lane is one output (a column in linear, a query row in attention), so a result has one order of summation whatever the
-// vector width, the number of rows or of threads.
+// No standard-library templates here: an inline function compiled for AVX-512 must never be the
+// copy the linker keeps for all. A lane is one output (a column in linear, a query row in
+// attention), so a result has one order of summation whatever the vector width, the number of rows
+// or of threads.
 #include "ops/cpu/kernels/attention.h"
 #include "ops/cpu/kernels/linear.h"
 #include "ops/cpu/kernels/rows.h"

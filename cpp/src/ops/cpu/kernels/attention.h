@@ -1,5 +1,5 @@
-// Query rows x group are lanes, 16 to a tile; keys run in reading order in fixed splits of 512 tokens, each an online softmax,
-// merged in order. Partial of a split: m[16], l[16], acc[D][16].
+// Query rows x group are lanes, 16 to a tile; keys run in reading order in fixed splits of 512
+// tokens, each an online softmax, merged in order. Partial of a split: m[16], l[16], acc[D][16].
 // Bytes: each page's K and V once per tile; floor: those bytes / memory bandwidth.
 #pragma once
 
@@ -18,7 +18,9 @@ struct TileView {
   int lanes;
 };
 
-static constexpr int64_t partial_floats(int head_dim) { return (2 + head_dim) * static_cast<int64_t>(kLanes); }
+static constexpr int64_t partial_floats(int head_dim) {
+  return (2 + head_dim) * static_cast<int64_t>(kLanes);
+}
 
 static void load_queries(const TileView& t, float* qt) {
   const AttentionArgs& a = *t.args;
@@ -29,12 +31,14 @@ static void load_queries(const TileView& t, float* qt) {
       continue;
     }
     const int64_t row = (t.lane0 + i) / a.group, g = (t.lane0 + i) % a.group;
-    const float* q = t.seg->q + row * a.q_stride + (static_cast<int64_t>(t.head) * a.group + g) * a.head_dim;
+    const float* q =
+        t.seg->q + row * a.q_stride + (static_cast<int64_t>(t.head) * a.group + g) * a.head_dim;
     for (int d = 0; d < a.head_dim; ++d) qt[d * kLanes + i] = q[d] * scale;
   }
 }
 
-static void attend_split(const TileView& t, const float* qt, int64_t page_begin, int64_t page_end, float* partial) {
+static void attend_split(const TileView& t, const float* qt, int64_t page_begin, int64_t page_end,
+                         float* partial) {
   const AttentionArgs& a = *t.args;
   const int dim = a.head_dim;
   const int64_t head_floats = int64_t{2} * kBlockTokens * dim;
@@ -49,7 +53,8 @@ static void attend_split(const TileView& t, const float* qt, int64_t page_begin,
   for (int d = 0; d < dim; ++d) store(acc + d * kLanes, Vec{});
 
   for (int64_t p = page_begin; p < page_end; ++p) {
-    const float* keys = a.pool + (static_cast<int64_t>(t.seg->pages[p]) * a.num_kv_heads + t.head) * head_floats;
+    const float* keys =
+        a.pool + (static_cast<int64_t>(t.seg->pages[p]) * a.num_kv_heads + t.head) * head_floats;
     const float* values = keys + kBlockTokens * dim;
     Vec s[kBlockTokens] = {};
     for (int j0 = 0; j0 < kBlockTokens; j0 += 8) {
@@ -66,11 +71,13 @@ static void attend_split(const TileView& t, const float* qt, int64_t page_begin,
       const int64_t last_row = (t.lane0 + t.lanes - 1) / a.group;
       const int64_t seen = t.seg->visible + last_row - p * kBlockTokens;
       tokens = seen < kBlockTokens ? static_cast<int>(seen) : kBlockTokens;
-      for (int j = 0; j < tokens; ++j) s[j] = splat(static_cast<float>(p * kBlockTokens + j)) < visible ? s[j] : splat(-INFINITY);
+      for (int j = 0; j < tokens; ++j)
+        s[j] = splat(static_cast<float>(p * kBlockTokens + j)) < visible ? s[j] : splat(-INFINITY);
     }
     Vec top = m;
     for (int j = 0; j < tokens; ++j) top = vmax(top, s[j]);
-    const Vec base = top == splat(-INFINITY) ? Vec{} : top;  // a lane that sees nothing of this split yet
+    const Vec base =
+        top == splat(-INFINITY) ? Vec{} : top;  // a lane that sees nothing of this split yet
     const Vec corr = vexp(m - base);
     l = l * corr;
     for (int j = 0; j < tokens; ++j) {
@@ -107,14 +114,16 @@ static void merge(float* total, const float* part, int dim) {
   const Vec c1 = vexp(m1 - base), c2 = vexp(m2 - base);
   store(total, top);
   store(total + kLanes, load(total + kLanes) * c1 + load(part + kLanes) * c2);
-  for (int d = 2; d < dim + 2; ++d) store(total + d * kLanes, load(total + d * kLanes) * c1 + load(part + d * kLanes) * c2);
+  for (int d = 2; d < dim + 2; ++d)
+    store(total + d * kLanes, load(total + d * kLanes) * c1 + load(part + d * kLanes) * c2);
 }
 
 static void write_out(const TileView& t, const float* total) {
   const AttentionArgs& a = *t.args;
   for (int i = 0; i < t.lanes; ++i) {
     const int64_t row = (t.lane0 + i) / a.group, g = (t.lane0 + i) % a.group;
-    float* out = t.seg->out + row * a.out_stride + (static_cast<int64_t>(t.head) * a.group + g) * a.head_dim;
+    float* out =
+        t.seg->out + row * a.out_stride + (static_cast<int64_t>(t.head) * a.group + g) * a.head_dim;
     const float inv = 1.0f / total[kLanes + i];
     for (int d = 0; d < a.head_dim; ++d) out[d] = total[(2 + d) * kLanes + i] * inv;
   }
@@ -124,7 +133,8 @@ static int64_t tiles_of(const AttentionArgs& a, const AttentionSegment& s) {
   return (static_cast<int64_t>(s.rows) * a.group + kLanes - 1) / kLanes;
 }
 
-static TileView tile_view(const AttentionArgs& a, const AttentionSegment& s, int head, int64_t tile) {
+static TileView tile_view(const AttentionArgs& a, const AttentionSegment& s, int head,
+                          int64_t tile) {
   const int64_t lane0 = tile * kLanes, all = static_cast<int64_t>(s.rows) * a.group;
   return {&a, &s, head, lane0, static_cast<int>(all - lane0 < kLanes ? all - lane0 : kLanes)};
 }
@@ -141,8 +151,11 @@ static void split(const TileView& t, const float* qt, int64_t index, float* part
   attend_split(t, qt, begin, begin + kSplitPages < pages ? begin + kSplitPages : pages, partial);
 }
 
-// A segment of one tile (decode) is spread over (head, split); a larger one (prefill) over (head, tile).
-static bool by_split(const AttentionArgs& a, const AttentionSegment& s) { return tiles_of(a, s) == 1; }
+// A segment of one tile (decode) is spread over (head, split); a larger one (prefill) over (head,
+// tile).
+static bool by_split(const AttentionArgs& a, const AttentionSegment& s) {
+  return tiles_of(a, s) == 1;
+}
 
 static int64_t items_of(const AttentionArgs& a, const AttentionSegment& s) {
   const int64_t each = by_split(a, s) ? splits_of(pages_of(tile_view(a, s, 0, 0))) : tiles_of(a, s);

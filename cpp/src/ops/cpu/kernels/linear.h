@@ -25,7 +25,8 @@ void pack_weight(const float* w, int64_t n, int64_t k, float* packed) {
 }
 
 template <int R>
-static void linear_tile(const float* xt, const float* panel, int64_t k, int64_t n0, int64_t n, const float* bias, float* out) {
+static void linear_tile(const float* xt, const float* panel, int64_t k, int64_t n0, int64_t n,
+                        const float* bias, float* out) {
   Vec acc[R][2] = {};
   for (int64_t i = 0; i < k; ++i) {
     const Vec w0 = load(panel + i * kPanel), w1 = load(panel + i * kPanel + kLanes);
@@ -45,18 +46,21 @@ static void linear_tile(const float* xt, const float* panel, int64_t k, int64_t 
   }
 }
 
-typedef void (*LinearTile)(const float*, const float*, int64_t, int64_t, int64_t, const float*, float*);
+typedef void (*LinearTile)(const float*, const float*, int64_t, int64_t, int64_t, const float*,
+                           float*);
 
 #if defined(__AVX512F__)
-static const LinearTile kTiles[] = {nullptr,         linear_tile<1>,  linear_tile<2>, linear_tile<3>, linear_tile<4>,
-                                    linear_tile<5>,  linear_tile<6>,  linear_tile<7>, linear_tile<8>, linear_tile<9>,
-                                    linear_tile<10>, linear_tile<11>, linear_tile<12>};
+static const LinearTile kTiles[] = {
+    nullptr,         linear_tile<1>,  linear_tile<2>, linear_tile<3>, linear_tile<4>,
+    linear_tile<5>,  linear_tile<6>,  linear_tile<7>, linear_tile<8>, linear_tile<9>,
+    linear_tile<10>, linear_tile<11>, linear_tile<12>};
 #else
-static const LinearTile kTiles[] = {nullptr, linear_tile<1>, linear_tile<2>, linear_tile<3>, linear_tile<4>};
+static const LinearTile kTiles[] = {nullptr, linear_tile<1>, linear_tile<2>, linear_tile<3>,
+                                    linear_tile<4>};
 #endif
 
-void linear(const float* x, int64_t rows, const float* packed, int64_t n, int64_t k, const float* bias, float* out, float* scratch,
-            [[maybe_unused]] int num_threads) {
+void linear(const float* x, int64_t rows, const float* packed, int64_t n, int64_t k,
+            const float* bias, float* out, float* scratch, [[maybe_unused]] int num_threads) {
   const int64_t tiles = (rows + kRowTile - 1) / kRowTile;
   const int64_t panels = (n + kPanel - 1) / kPanel;
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
@@ -74,7 +78,8 @@ void linear(const float* x, int64_t rows, const float* packed, int64_t n, int64_
       for (int64_t t = 0; t < tiles; ++t) {
         const int64_t r0 = t * kRowTile;
         const int r_count = static_cast<int>(rows - r0 < kRowTile ? rows - r0 : kRowTile);
-        kTiles[r_count](scratch + r0 * k, packed + p * k * kPanel, k, p * kPanel, n, bias, out + r0 * n);
+        kTiles[r_count](scratch + r0 * k, packed + p * k * kPanel, k, p * kPanel, n, bias,
+                        out + r0 * n);
       }
   }
 }

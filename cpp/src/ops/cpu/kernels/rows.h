@@ -6,7 +6,8 @@
 namespace oasis {
 namespace OASIS_ISA {
 
-void rms_norm(const float* x, int64_t rows, int64_t dim, const float* weight, float eps, float* out, [[maybe_unused]] int num_threads) {
+void rms_norm(const float* x, int64_t rows, int64_t dim, const float* weight, float eps, float* out,
+              [[maybe_unused]] int num_threads) {
 #pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && rows >= 32)
   for (int64_t r = 0; r < rows; ++r) {
     const float* in = x + r * dim;
@@ -23,7 +24,8 @@ void rms_norm(const float* x, int64_t rows, int64_t dim, const float* weight, fl
   }
 }
 
-void silu_mul(const float* gate_up, int64_t rows, int64_t inter, float* out, [[maybe_unused]] int num_threads) {
+void silu_mul(const float* gate_up, int64_t rows, int64_t inter, float* out,
+              [[maybe_unused]] int num_threads) {
 #pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && rows >= 8)
   for (int64_t r = 0; r < rows; ++r) {
     const float* gate = gate_up + r * 2 * inter;

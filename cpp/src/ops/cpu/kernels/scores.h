@@ -1,4 +1,5 @@
-// Block summaries, their scores for a query, and the softmax over blocks (docs/design.md, section 5).
+// Block summaries, their scores for a query, and the softmax over blocks (docs/design.md, section
+// 5).
 #pragma once
 
 #include "ops/cpu/kernels/vec.h"
@@ -18,7 +19,8 @@ void summarize(SummaryKind kind, const float* keys, int head_dim, float* ab) {
       }
     } else {
       Vec half[2] = {};
-      for (int j = 0; j < kBlockTokens; ++j) half[j / 8] = half[j / 8] + load(keys + j * head_dim + d);
+      for (int j = 0; j < kBlockTokens; ++j)
+        half[j / 8] = half[j / 8] + load(keys + j * head_dim + d);
       if (kind == SummaryKind::kHalves) {
         a = half[0] * 0.125f;
         b = half[1] * 0.125f;
@@ -37,7 +39,8 @@ void summarize(SummaryKind kind, const float* keys, int head_dim, float* ab) {
   }
 }
 
-void score(SummaryKind kind, const float* q, const float* ab, int64_t blocks, int head_dim, float* out) {
+void score(SummaryKind kind, const float* q, const float* ab, int64_t blocks, int head_dim,
+           float* out) {
   for (int64_t i = 0; i < blocks; ++i) {
     const float* a = ab + i * 2 * head_dim;
     const float* b = a + head_dim;

@@ -1,4 +1,5 @@
-// Vectors of 16 floats: one AVX-512 register, or two of AVX2. Part of kernels.cpp, which names OASIS_ISA.
+// Vectors of 16 floats: one AVX-512 register, or two of AVX2. Part of kernels.cpp, which names
+// OASIS_ISA.
 #pragma once
 
 #include <math.h>
