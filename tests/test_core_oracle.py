@@ -212,6 +212,7 @@ class Case:
             if rng.random() < self.s.draft_chance:
                 offered[rid] = int(rng.integers(0, rows, endpoint=True))
         groups = self.core.plan(offered)
+        assert set(wanted) <= {g.id for g in groups}  # who was asked for drafts runs
         if not groups:
             return False
         self.number += 1

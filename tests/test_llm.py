@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import threading
@@ -40,6 +41,16 @@ def test_a_bad_prompt_hurts_nobody_else(llm: LLM, prompt: object, error: type[Ex
         llm.generate([prompt, "a good one"])  # type: ignore[list-item]
     rest = list(running)
     assert len(first.token_ids) + sum(len(o.token_ids) for o in rest) == 8 and rest[-1].finish_reason == "length"
+
+
+def test_an_answer_to_a_closed_event_loop_is_dropped(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    async def impatient() -> None:
+        await asyncio.wait_for(llm.generate_async([1, 2, 3], SamplingParams(max_tokens=400, ignore_eos=True)), 0.2)
+
+    with pytest.raises(asyncio.TimeoutError):
+        asyncio.run(impatient())
+    assert len(llm.generate([[1, 2]], SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids) == 4
+    assert llm.usage()["decoding"] == 0 and not caplog.records
 
 
 def test_max_tokens_beyond_any_length_is_refused(llm: LLM) -> None:

@@ -31,11 +31,11 @@ RECOVERY_S = 30.0
 
 
 class Service:
-    def __init__(self) -> None:
+    def __init__(self, *more: str) -> None:
         self.ports = free_ports(3)
         flags = [x for name, port in zip(("grpc", "http", "metrics"), self.ports, strict=True) for x in (f"--{name}-port", str(port))]
         pools = ["--max-seq-len", "2048", "--device-kv-gib", "0.25", "--host-kv-gib", "0.5", "--probe-every", "1"]
-        command = [sys.executable, "-m", "oasiskv.cli", "serve", *flags, *pools]
+        command = [sys.executable, "-m", "oasiskv.cli", "serve", *flags, *pools, *more]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self.log: list[str] = []
         threading.Thread(target=lambda: self.log.extend(self.process.stderr), daemon=True).start()
@@ -290,6 +290,50 @@ def test_contract_defaults_follow_tensorrt_llm(inputs: dict[str, float], tempera
 def test_templates_need_every_value(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no value for the parameter"):
         repo.fill(tmp_path / "r", {"triton_max_batch_size": "1"})
+
+
+def test_running_streams_are_answered_before_it_stops() -> None:
+    """With --drain; and a service without requests stops at once, also after one was cancelled."""
+    service = Service("--drain", "30")
+    answers: list[str] = []
+    first = threading.Barrier(4)
+
+    def ask(streaming: bool) -> None:
+        pieces = generate(service.url, "Once upon a time", deadline_s=60, max_tokens=60, end_id=-1, stream=streaming)
+        head = [next(pieces)] if streaming else []
+        first.wait(30)
+        answers.append("".join(p.text for p in [*head, *pieces]))
+
+    threads = [threading.Thread(target=ask, args=(i < 2,)) for i in range(3)]
+    for t in threads[:2]:
+        t.start()
+    threads[2].start()
+    first.wait(30)
+    time.sleep(0.3)
+    service.process.terminate()
+    for t in threads:
+        t.join(60)
+    assert service.process.wait(60) == 0
+    assert len(answers) == 3 and len(set(answers)) == 1, answers
+
+    service = Service("--drain", "30")
+    for _ in range(3):
+        list(generate(service.url, "Hi", deadline_s=60, max_tokens=2))
+    begin = time.monotonic()
+    service.process.terminate()
+    assert service.process.wait(60) == 0
+    assert time.monotonic() - begin < 15  # of a drain of 30 s
+
+
+def test_a_text_that_can_never_fit_is_refused_unread(service: Service) -> None:
+    faults = [line for line in service.log if "fault" in line]
+    for text, options, named in (
+        ("lorem ipsum " * 2_000_000, {}, "cannot fit"),
+        ("Hi", {"stop_words": ["x"] * 100_000}, "at most 64 words"),
+    ):
+        with pytest.raises(RemoteError, match=named):
+            list(generate(service.url, text, deadline_s=60, max_tokens=2, **options))
+    assert [line for line in service.log if "fault" in line] == faults
 
 
 def test_what_was_left_is_swept_by_its_exact_prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

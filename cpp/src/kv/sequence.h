@@ -34,7 +34,11 @@ class SequenceKv {
   const std::vector<DevicePage>& pages() const {
     return pages_;
   }  // dense: by block; sparse: by slot
-  int64_t max_slots() const { return max_slots_; }
+  // Sparse, and the block that settles next gets a new slot rather than another's.
+  bool grows() const {
+    return sparse_ && complete_blocks() > settled &&
+           static_cast<int64_t>(pages_.size()) < max_slots_;
+  }
   int64_t complete_blocks() const { return committed / kBlockTokens; }
   // The pages that attention reads, in order, for a step whose last position is `last_position`.
   std::vector<int32_t> reading_order(int64_t last_position) const;

@@ -28,6 +28,7 @@ struct Request {
   // Known tokens: the prompt and what was generated; KV exists for seq->committed of them.
   int64_t tokens = 0;
   int64_t last_step = 0;  // the last step that names it
+  bool grows = false;     // in the step at hand, a settled block gets a new slot
   std::optional<FirstChoice> first_choice;
   std::unique_ptr<SequenceKv> seq;
 

@@ -89,18 +89,18 @@ bool Scheduler::selects_first(const Request& r) const {
          !r.first_choice && r.seq->committed >= config_.sparse_from_tokens;
 }
 
-std::vector<std::pair<RequestId, int>> Scheduler::draft_wanted() const {
-  std::vector<std::pair<RequestId, int>> wanted;
-  if (config_.max_draft_len == 0) return wanted;
-  for (const auto& r : requests_) {
-    if (r->state != RequestState::kDecode) continue;
-    if (!config_.accept_drafts && !r->seq->in_sparse() && !selects_first(*r) && !r->first_choice)
-      continue;
-    const int64_t room = r->max_tokens() - r->tokens;
-    const int rows = static_cast<int>(std::min<int64_t>(config_.max_draft_len, room));
-    if (rows > 0) wanted.emplace_back(r->id, rows);
-  }
-  return wanted;
+// How many draft rows a decoding request may use.
+int Scheduler::draft_rows(const Request& r) const {
+  const bool predicts = r.seq->in_sparse() || selects_first(r) || r.first_choice;
+  if (!config_.accept_drafts && !predicts) return 0;
+  return static_cast<int>(std::min<int64_t>(config_.max_draft_len, r.max_tokens() - r.tokens));
+}
+
+// The pages of a decoding request with so many rows: a sparse one's slots, and one more while its
+// working set grows.
+int64_t Scheduler::decode_pages(const Request& r, int rows) const {
+  if (!r.seq->in_sparse()) return blocks_for(r.seq->committed + rows);
+  return static_cast<int64_t>(r.seq->pages().size()) + (r.grows ? 1 : 0);
 }
 
 void Scheduler::preempt(Request& r) {
@@ -175,14 +175,23 @@ void Scheduler::admit() {
   }
 }
 
-// Who drafts must be settled before the drafts are asked for: a request that resumes later would
-// decode its first step without, and its selections would depend on the batch it is in.
+// Who decodes is settled before drafts are asked for, with pages for all rows: a request that
+// resumed later, or were preempted after it drafted, would draft differently from one that is
+// alone.
 std::vector<std::pair<RequestId, int>> Scheduler::begin_step() {
   take_first_choices();
   resume_one();
   turn_sparse();
   begun_ = true;
-  return draft_wanted();
+  std::vector<std::pair<RequestId, int>> wanted;
+  for (const auto& r :
+       requests_) {  // oldest first: making room for one never takes from an older one
+    if (r->state != RequestState::kDecode) continue;
+    const int rows = draft_rows(*r);
+    r->grows = r->seq->grows();
+    if (make_room(*r, decode_pages(*r, 1 + rows)) && rows > 0) wanted.emplace_back(r->id, rows);
+  }
+  return wanted;
 }
 
 std::shared_ptr<StepPlan> Scheduler::plan(const std::map<RequestId, int>& drafts) {
@@ -191,13 +200,10 @@ std::shared_ptr<StepPlan> Scheduler::plan(const std::map<RequestId, int>& drafts
   admit();
   auto plan = std::make_shared<StepPlan>();
   plan->step = step_ + 1;
-  // By index: preempting changes states, never the order. Only requests younger than the one at
-  // hand are preempted, or itself.
-  for (size_t i = 0; i < requests_.size(); ++i) {
-    Request& r = *requests_[i];
-    if (r.state != RequestState::kDecode) continue;
-    const auto d = drafts.find(r.id);
-    add_decode(*plan, r, d == drafts.end() ? 0 : d->second);
+  for (const auto& r : requests_) {
+    if (r->state != RequestState::kDecode) continue;
+    const auto d = drafts.find(r->id);
+    add_decode(*plan, *r, d == drafts.end() ? 0 : d->second);
   }
   for (const auto& r : requests_)
     if (r->state == RequestState::kPrefill && plan->rows < config_.max_num_tokens)
@@ -214,7 +220,7 @@ std::shared_ptr<StepPlan> Scheduler::plan(const std::map<RequestId, int>& drafts
 }
 
 void Scheduler::add_decode(StepPlan& plan, Request& r, int drafts) {
-  if (drafts < 0 || drafts > config_.max_draft_len || r.tokens + drafts > r.max_tokens())
+  if (drafts < 0 || drafts > draft_rows(r))
     throw std::invalid_argument("drafts = " + std::to_string(drafts) + " for request " +
                                 std::to_string(r.id) + ": more than begin_step() allows");
   const bool first = selects_first(r);
@@ -225,13 +231,7 @@ void Scheduler::add_decode(StepPlan& plan, Request& r, int drafts) {
   g.drafts = drafts;
   g.logits_rows = config_.accept_drafts ? std::max(1, drafts) : 1;  // the last draft row is a scout
   g.predicts = first || g.kind == RowKind::kSparse;
-  int64_t pages = blocks_for(g.start + g.rows);
-  if (g.kind == RowKind::kSparse) {
-    const int64_t slots = static_cast<int64_t>(r.seq->pages().size());
-    g.grows = r.seq->complete_blocks() > r.seq->settled && slots < r.seq->max_slots();
-    pages = slots + (g.grows ? 1 : 0);
-  }
-  if (!make_room(r, pages)) return;
+  g.grows = r.grows;
   add_group(plan, r, std::move(g));
 }
 

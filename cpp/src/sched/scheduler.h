@@ -38,7 +38,8 @@ class Scheduler {
 
  private:
   int64_t pages_alone(int64_t prompt_tokens, int64_t max_new_tokens) const;
-  std::vector<std::pair<RequestId, int>> draft_wanted() const;
+  int draft_rows(const Request& r) const;
+  int64_t decode_pages(const Request& r, int rows) const;
   bool selects_first(const Request& r) const;
   void take_first_choices();
   void turn_sparse();

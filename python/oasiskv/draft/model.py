@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -42,9 +40,10 @@ class _Cache:
 
 
 class ModelDrafter(Drafter):
-    """`cache_bytes` bounds all requests' caches: the least recently used are dropped and rebuilt in their next turns, and a request
-    that alone exceeds it gets no drafts. A turn reads at most 512 tokens of a request, so that a long prompt does not hold up the
-    others; there are no drafts until all is read. Raises ConfigError when the vocabularies differ.
+    """`cache_bytes` bounds all requests' caches: a request that finds no room beside the others has no drafts until some of them have
+    ended. Which ones draft then depends on the batch, and with it what a sparse request predicts; dense answers do not. A turn reads at
+    most 512 tokens of a request, so that a long prompt does not hold up the others; there are no drafts until all is read.
+    Raises ConfigError when the vocabularies differ.
     """
 
     def __init__(self, model: str, tokenizer: Tokenizer, cache_bytes: int = 2 << 30) -> None:
@@ -55,7 +54,7 @@ class ModelDrafter(Drafter):
         self._model = DecoderModel(self._config, weights)
         self._cos, self._sin = rope_tables(self._config, self._config.max_position_embeddings)
         self._vocab = tokenizer.vocab_size
-        self._caches: OrderedDict[int, _Cache] = OrderedDict()
+        self._caches: dict[int, _Cache] = {}
         self._cache_bytes = cache_bytes
 
     def propose(self, requests: list[DraftRequest]) -> list[list[int]]:
@@ -68,11 +67,11 @@ class ModelDrafter(Drafter):
     def _draft(self, request: DraftRequest) -> list[int]:
         c = self._config
         length = len(request.tokens) + request.count
-        if length > c.max_position_embeddings or _cache_bytes(c, length) > self._cache_bytes:
+        others = sum(cache.bytes for i, cache in self._caches.items() if i != request.id)
+        if length > c.max_position_embeddings or others + _cache_bytes(c, length) > self._cache_bytes:
             self.forget(request.id)
             return []
         cache = self._caches.setdefault(request.id, _Cache(c.num_hidden_layers, c.num_key_value_heads, c.head_size))
-        self._caches.move_to_end(request.id)
         kept = _common_prefix(cache.tokens, request.tokens[:-1])
         del cache.tokens[kept:]
         todo = request.tokens[kept : kept + _CHUNK]
@@ -84,7 +83,6 @@ class ModelDrafter(Drafter):
             drafts.append(int(logits[0, : self._vocab].argmax()))
             while len(drafts) < request.count:
                 drafts.append(int(self._forward(cache, drafts[-1:])[0, : self._vocab].argmax()))
-        self._trim(request.id)
         return drafts
 
     def _forward(self, cache: _Cache, tokens: list[int]) -> Tensor:
@@ -106,11 +104,6 @@ class ModelDrafter(Drafter):
         logits = self._model.forward(torch.tensor(tokens), attend, torch.tensor([rows - 1]))
         cache.tokens += tokens
         return logits
-
-    def _trim(self, newest: int) -> None:
-        total = sum(cache.bytes for cache in self._caches.values())
-        while total > self._cache_bytes and next(iter(self._caches)) != newest:
-            total -= self._caches.popitem(last=False)[1].bytes
 
 
 def _cache_bytes(config: ModelConfig, tokens: int) -> int:

@@ -95,7 +95,10 @@ class LLM:
         outputs: asyncio.Queue[RequestOutput] = asyncio.Queue()
 
         def on_output(output: RequestOutput) -> None:
-            loop.call_soon_threadsafe(outputs.put_nowait, output)
+            try:
+                loop.call_soon_threadsafe(outputs.put_nowait, output)
+            except RuntimeError:  # the event loop is closed: nobody waits any more
+                self._loop.cancel(output.request_id)
 
         request_id = self._loop.submit(self._encode(prompt), params or SamplingParams(), on_output)
         try:
@@ -133,7 +136,7 @@ class LLM:
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
+            return self.tokenizer.encode(prompt, max_tokens=self._loop.max_seq_len)
         try:
             return [operator.index(token) for token in prompt]
         except TypeError as error:

@@ -31,6 +31,7 @@ class EngineLoop:
         self._engine: Engine | None = engine  # None once closed
         self.config = config
         self.tokenizer, self.model_config = engine.tokenizer, engine.model_config
+        self.max_seq_len: int = engine.core_config.max_seq_len
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._listeners: dict[int, OnOutput] = {}
         self._lock = threading.Lock()  # guards _broken and the order of submit against it

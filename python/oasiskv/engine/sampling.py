@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from oasiskv.errors import RequestError
 
 _INT32_MAX = 2**31 - 1  # what every client's protocol can carry
-MAX_STOPS, _MAX_STOP_CHARS = 64, 1024  # every token is held against all of them
+MAX_STOPS, MAX_STOP_CHARS = 64, 1024  # every token is held against all of them
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -70,8 +70,8 @@ class SamplingParams:
         for field in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, field)
             _check(-2 <= value <= 2, field, value, "must be in -2..2")
-        few = len(self.stop) <= MAX_STOPS and all(isinstance(s, str) and 0 < len(s) <= _MAX_STOP_CHARS for s in self.stop)
-        _check(few, "stop", self.stop, f"must be at most {MAX_STOPS} strings of 1..{_MAX_STOP_CHARS} characters")
+        few = len(self.stop) <= MAX_STOPS and all(isinstance(s, str) and 0 < len(s) <= MAX_STOP_CHARS for s in self.stop)
+        _check(few, "stop", self.stop, f"must be at most {MAX_STOPS} strings of 1..{MAX_STOP_CHARS} characters")
         few = len(self.stop_token_ids) <= MAX_STOPS and all(_integer(t, 0) for t in self.stop_token_ids)
         _check(few, "stop_token_ids", self.stop_token_ids, f"must be at most {MAX_STOPS} token ids")
         top = self.logprobs

@@ -62,7 +62,9 @@ def _serve(args: argparse.Namespace, stop: threading.Event) -> int:
 
     folder = resolve_model(config.model, config.dtype)
     loop = EngineLoop(replace(config, model=str(folder)))
-    server = ExecutorServer(loop, args.socket, key, {"model": config.model, "model_dir": str(folder.resolve())})
+    server = ExecutorServer(
+        loop, args.socket, key, {"model": config.model, "model_dir": str(folder.resolve()), "max_seq_len": loop.max_seq_len}
+    )
     while not stop.wait(0.5) and loop.broken is None:
         pass
     broken = None if stop.is_set() else loop.broken

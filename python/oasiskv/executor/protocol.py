@@ -7,6 +7,7 @@ submit, the last with `finished`; one `reply` for a ping or usage; a `fault` bef
 from __future__ import annotations
 
 import json
+import reprlib
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -102,7 +103,7 @@ def decode_request(frame: bytes) -> Request:
     if op in ("ping", "usage"):
         return Ask(request_id, op)
     if op != "submit":
-        raise ProtocolError(f"op = {op!r}: use submit, cancel, ping or usage")
+        raise ProtocolError(f"op = {reprlib.repr(op)}: use submit, cancel, ping or usage")
     prompt, params = body.get("prompt"), body.get("params")
     if not isinstance(prompt, str):
         prompt = _ids(prompt, "prompt")
@@ -120,7 +121,7 @@ def decode_answer(frame: bytes) -> Answer:
     if op == "reply":
         return Reply(request_id, _typed(body, "value", dict))
     if op != "output":
-        raise ProtocolError(f"op = {op!r}: expected output, reply or fault")
+        raise ProtocolError(f"op = {reprlib.repr(op)}: expected output, reply or fault")
     unknown = body.keys() - {f.name for f in fields(Output)}
     if unknown:
         raise ProtocolError(f"output has unknown fields: {', '.join(sorted(unknown))}")
@@ -150,7 +151,7 @@ def _open(frame: bytes) -> tuple[str, dict[str, Any]]:
         raise ProtocolError("a frame is not a JSON object")
     version = body.pop("v", None)
     if version != VERSION:
-        raise ProtocolError(f"protocol version {version!r}: this side speaks {VERSION}; run both sides from one installation")
+        raise ProtocolError(f"protocol version {reprlib.repr(version)}: this side speaks {VERSION}; run both sides from one installation")
     return _typed(body, "op", str), {k: v for k, v in body.items() if k != "op"}
 
 
@@ -168,7 +169,7 @@ def _optional(body: dict[str, Any], name: str, kind: type) -> Any:
 def _id(body: dict[str, Any]) -> int:
     value = body.get("id")
     if type(value) is not int or not 0 <= value <= MAX_ID:
-        raise ProtocolError(f"id = {value!r}: must be an integer in 0..2**63-1")
+        raise ProtocolError(f"id = {reprlib.repr(value)}: must be an integer in 0..2**63-1")
     return value
 
 

@@ -182,7 +182,9 @@ class _Client:
         loop = self._server.loop
         try:
             params = sampling_params(request.params, loop.tokenizer)
-            prompt = loop.tokenizer.encode(request.prompt) if isinstance(request.prompt, str) else request.prompt
+            prompt = (
+                loop.tokenizer.encode(request.prompt, max_tokens=loop.max_seq_len) if isinstance(request.prompt, str) else request.prompt
+            )
             # The lock keeps the engine's first output behind the entry in `requests`.
             with self._lock:
                 self.requests[request.id] = loop.submit(prompt, params, lambda o: self._take(request.id, o))

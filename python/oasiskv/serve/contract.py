@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from oasiskv.engine.sampling import MAX_STOP_CHARS, MAX_STOPS
 from oasiskv.errors import RequestError
 
 GetTensor = Callable[[str], np.ndarray | None]  # an input by name; None where the client left it out
@@ -29,10 +30,15 @@ def text(get: GetTensor, name: str) -> str | None:
     return None if value is None else _utf8(value, name)
 
 
-def texts(get: GetTensor, name: str) -> list[str]:
-    """All non-empty strings of a BYTES input. Raises RequestError."""
+def stop_words(get: GetTensor, name: str) -> list[str]:
+    """All non-empty strings of a BYTES input. Raises RequestError, also for more or longer ones than the engine takes."""
     array = get(name)
-    return [] if array is None else [w for v in array.reshape(-1) if (w := _utf8(v, name))]
+    if array is None:
+        return []
+    words = [w for v in array.reshape(-1)[: MAX_STOPS + 1] if (w := _utf8(v, name))]
+    if array.size > MAX_STOPS or any(len(w) > MAX_STOP_CHARS for w in words):
+        raise RequestError(f"{name}: at most {MAX_STOPS} words of at most {MAX_STOP_CHARS} characters")
+    return words
 
 
 def pack_words(words: list[list[int]]) -> np.ndarray:

@@ -70,11 +70,11 @@ def generate(
     answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
     end = time.monotonic() + deadline_s
     client = grpcclient.InferenceServerClient(url)
+    final = False
     try:
         # The header makes an error end the stream with its own status instead of a bare message.
         client.start_stream(lambda result, error: answers.put((result, error)), headers={"triton_grpc_error": "true"})
         client.async_stream_infer("ensemble", inputs(text, options), request_id=request_id)
-        final = False
         while not final:
             result, error = _next(answers, end, deadline_s, give_up)
             if error is not None:
@@ -86,10 +86,19 @@ def generate(
             stats = result.as_numpy("oasis_stats").reshape(-1)[0]
             yield Piece(b"".join(result.as_numpy("text_output").reshape(-1)).decode(), json.loads(stats) if stats else None, final)
     except InferenceServerException as error:
-        raise RemoteError(error.message(), error.status()) from None
+        # A stream that broke says only that it did; why it broke lies in the answers.
+        broke = [e for _, e in _left(answers) if e is not None]
+        cause = broke[0] if broke else error
+        raise RemoteError(cause.message(), cause.status()) from None
     finally:
-        client.stop_stream(cancel_requests=True)
+        # Cancelling a request that has ended makes Triton hold on to the ensemble until its exit timeout.
+        client.stop_stream(cancel_requests=not final)
         client.close()
+
+
+def _left(answers: queue.SimpleQueue[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
+    while not answers.empty():
+        yield answers.get()
 
 
 def _next(answers: queue.SimpleQueue[tuple[Any, Any]], end: float, deadline_s: float, give_up: Callable[[], bool]) -> tuple[Any, Any]:

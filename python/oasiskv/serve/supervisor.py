@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import queue
 import signal
@@ -25,6 +24,8 @@ from oasiskv.serve.runtime import Runtime
 
 _POLL_S = 0.25
 _TRITON_EXIT_S = 8
+_EXECUTOR_EXIT_S = 12.0  # beyond its drain: to hang up on clients that do not read, and to free the model
+_LAST_ANSWERS_S = 0.3  # that the executor's last answers take through Triton
 _BUSY_S = 120.0  # an engine with requests in flight that yields nothing for so long hangs
 _MAX_RECOVERIES, _WINDOW_S = 5, 600.0
 
@@ -101,17 +102,14 @@ class Supervisor:
                 next_probe = time.monotonic() + self._options.probe_every_s
 
     def stop(self) -> None:
-        """End both at the same time: the executor's drain lets Triton's streams end."""
-        children = [c for c in (self._server, self._executor) if c]
-        for child in children:
-            child.terminate()
-        for child in children:
-            child.stop(self._triton_exit_s + 4.0)
-
-    @property
-    def _triton_exit_s(self) -> int:
-        """Longer than the executor's drain, so that its last answers still get through."""
-        return max(_TRITON_EXIT_S, math.ceil(self._options.drain_s) + 2)
+        """The executor first: it refuses new requests and drains. A Triton that stops takes no further step of an ensemble, not even for
+        the responses of running requests.
+        """
+        if self._executor:
+            self._executor.stop(self._options.drain_s + _EXECUTOR_EXIT_S)
+        if self._server:
+            time.sleep(_LAST_ANSWERS_S)
+            self._server.stop(_TRITON_EXIT_S + 4.0)
 
     # ------------------------------------------------------------ starting
 
@@ -143,6 +141,7 @@ class Supervisor:
             "triton_max_batch_size": "64",
             "tokenizer_dir": identity["model_dir"],
             "preprocessing_instance_count": "1",
+            "max_seq_len": str(identity["max_seq_len"]),
             "postprocessing_instance_count": "1",
             "oasis_executor_socket": str(self._runtime.socket),
             "oasis_executor_authkey_file": str(self._runtime.authkey_file),
@@ -162,7 +161,7 @@ class Supervisor:
             f"--cache-directory={self._triton.root / 'caches'}",
             f"--http-address={o.host}", f"--http-port={o.http_port}", f"--grpc-address={o.host}", f"--grpc-port={o.grpc_port}",
             f"--metrics-address={o.host}", f"--metrics-port={o.metrics_port}", "--allow-gpu-metrics=false",
-            "--disable-auto-complete-config", f"--exit-timeout-secs={self._triton_exit_s}",
+            "--disable-auto-complete-config", f"--exit-timeout-secs={_TRITON_EXIT_S}",
             f"--backend-config=python,shm-region-prefix-name={self._runtime.shm_prefix}",
         ]  # fmt: skip
         self._server = child = Child("triton", command, self._runtime.cwd, self._triton.environment(), o.verbose)

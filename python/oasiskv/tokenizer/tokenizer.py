@@ -82,6 +82,8 @@ class Tokenizer:
         adds_bos = config.get("add_bos_token", bos is not None and backend.encode("").ids[:1] == [bos])
         self._prepend = bos if adds_bos else None
         self._bytes = _token_bytes(backend)
+        # Of a token, in bytes. A normalizer may shorten what it composes, threefold at most.
+        self._longest = max((len(t.encode()) for t in backend.get_vocab()), default=1) * (3 if backend.normalizer else 1)
 
     @classmethod
     def from_dir(cls, folder: Path | str) -> Tokenizer:
@@ -118,15 +120,20 @@ class Tokenizer:
     def same_vocabulary(self, other: Tokenizer) -> bool:
         return self._backend.get_vocab() == other._backend.get_vocab()
 
-    def encode(self, text: str, bos: bool = True) -> list[int]:
+    def encode(self, text: str, bos: bool = True, max_tokens: int | None = None) -> list[int]:
         """Raw text to ids; a beginning-of-sequence token only where the model's own configuration adds one, and never twice.
 
-        `bos=False` for text that begins no prompt. Raises RequestError for text that is not Unicode.
+        `bos=False` for text that begins no prompt. With `max_tokens`, text that is too long to fit into so many is refused unread, since
+        encoding takes about a second a megabyte. Raises RequestError for text that is not Unicode.
         """
         try:
-            text.encode("utf-8")
+            size = len(text.encode("utf-8"))
         except UnicodeEncodeError as error:
             raise RequestError(f"the prompt is not valid Unicode at character {error.start}: {error.reason}") from None
+        if max_tokens is not None and size > max_tokens * self._longest:
+            raise RequestError(
+                f"the prompt of {size} bytes cannot fit max_seq_len {max_tokens}: a token stands for at most {self._longest} bytes"
+            )
         ids = self._backend.encode(text, add_special_tokens=False).ids
         if bos and self._prepend is not None and ids[:1] != [self._prepend]:
             return [self._prepend, *ids]

@@ -19,7 +19,14 @@ class TritonPythonModel:
         self._tokenizer = Tokenizer.from_dir(parameters["tokenizer_dir"]["string_value"])
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        return [pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT", self._text(request))]) for request in requests]
+        return [self._answer(request) for request in requests]
+
+    def _answer(self, request: Any) -> Any:
+        try:
+            return pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT", self._text(request))])
+        except (ValueError, OverflowError) as error:  # ids and lengths that do not go together, or are none
+            message = f"TOKENS_BATCH, SEQUENCE_LENGTH: {error}"
+            return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, pb_utils.TritonError.INVALID_ARG))
 
     def _text(self, request: Any) -> np.ndarray:
         exact = pb_utils.get_input_tensor_by_name(request, "OASIS_TEXT")

@@ -19,6 +19,7 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         parameters = json.loads(args["model_config"])["parameters"]
         self._tokenizer = Tokenizer.from_dir(parameters["tokenizer_dir"]["string_value"])
+        self._max_seq_len = int(parameters["max_seq_len"]["string_value"])
         self._end_id = min(self._tokenizer.eos_ids, default=-1)
 
     def execute(self, requests: list[Any]) -> list[Any]:
@@ -30,8 +31,8 @@ class TritonPythonModel:
             return None if tensor is None else tensor.as_numpy()
 
         try:
-            ids = self._tokenizer.encode(contract.text(get, "QUERY") or "")
-            words = [self._tokenizer.encode(word, bos=False) for word in contract.texts(get, "STOP_WORDS_DICT")]
+            ids = self._tokenizer.encode(contract.text(get, "QUERY") or "", max_tokens=self._max_seq_len)
+            words = [self._tokenizer.encode(word, bos=False) for word in contract.stop_words(get, "STOP_WORDS_DICT")]
             end_id = contract.scalar(get, "END_ID")
             outputs = {
                 "INPUT_ID": np.array([ids], dtype=np.int32),
