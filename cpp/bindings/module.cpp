@@ -7,6 +7,9 @@
 #include <memory>
 #include <vector>
 
+#ifdef OASIS_CUDA
+#include "bindings/cuda.h"
+#endif
 #include "core.h"
 #include "oasis/ops.h"
 
@@ -124,6 +127,11 @@ PYBIND11_MODULE(_core, m) {
         cpu_ops().silu_mul(in(x), rows, inter, out(y), g_threads);
       },
       nogil());
+
+#ifdef OASIS_CUDA
+  py::module_ cuda = m.def_submodule("cuda", "The CUDA kernels one by one");
+  bind_cuda(cuda);
+#endif
 
   py::class_<CoreConfig>(m, "CoreConfig")
       .def(py::init<>())

@@ -1,0 +1,127 @@
+// The CUDA kernels one by one, for the tests and `oasiskv bench kernels`: arguments by the names of their structs in ops/cuda/ops.h,
+// arrays as device addresses. Nothing is checked here; the callers in python/oasiskv/ops_cuda.py do.
+#include "bindings/cuda.h"
+
+#include <string>
+
+#include <pybind11/stl.h>
+
+#include "ops/cuda/ops.h"
+#include "ops/cuda/split.h"
+
+namespace oasis {
+namespace {
+
+using cuda::Heads;
+
+class Arguments {
+ public:
+  explicit Arguments(const py::kwargs& kwargs) : kwargs_(kwargs) {}
+
+  template <class T>
+  void read(T& to, const char* name) const {
+    if constexpr (std::is_pointer_v<T>)
+      to = reinterpret_cast<T>(kwargs_[name].cast<uintptr_t>());
+    else
+      to = kwargs_[name].cast<T>();
+  }
+  void read(cuda::DType& to, const char* name) const {
+    const auto text = kwargs_[name].cast<std::string>();
+    to = text == "float32" ? cuda::DType::kFloat32 : text == "float16" ? cuda::DType::kFloat16 : cuda::DType::kBFloat16;
+  }
+  void read(SummaryKind& to, const char* name) const { to = summary_kind_from(kwargs_[name].cast<std::string>()); }
+  void read(GroupCombine& to, const char* name) const { to = group_combine_from(kwargs_[name].cast<std::string>()); }
+  void read(Heads& to, const char*) const {
+    to = {kwargs_["num_kv_heads"].cast<int>(), kwargs_["group"].cast<int>(), kwargs_["head_dim"].cast<int>()};
+  }
+  cudaStream_t stream() const { return reinterpret_cast<cudaStream_t>(kwargs_["stream"].cast<uintptr_t>()); }
+  int number(const char* name) const { return kwargs_[name].cast<int>(); }
+
+ private:
+  const py::kwargs& kwargs_;
+};
+
+#define READ(field) args.read(a.field, #field)
+
+void attention(const py::kwargs& kwargs) {
+  const Arguments args(kwargs);
+  cuda::Attention a;
+  READ(dtype), READ(heads), READ(q), READ(pool), READ(out), READ(segments), READ(pages), READ(splits), READ(num_splits);
+  READ(max_lane_tiles), READ(partials), READ(arrivals), READ(num_ctas);
+  cuda::attention(a, args.stream());
+}
+
+void score(const py::kwargs& kwargs) {
+  const Arguments args(kwargs);
+  cuda::Score a;
+  READ(dtype), READ(heads), READ(kind), READ(staged), READ(summaries), READ(predictors), READ(summary_pages), READ(summary_stride);
+  READ(splits), READ(num_splits), READ(max_lane_tiles), READ(scores), READ(num_ctas);
+  cuda::score(a, args.stream());
+}
+
+void select(const py::kwargs& kwargs) {
+  const Arguments args(kwargs);
+  cuda::Select a;
+  READ(heads), READ(combine), READ(top_k), READ(fetch_cap), READ(sink_blocks), READ(element_bytes), READ(scores), READ(predictors);
+  READ(num_predictors), READ(max_predictors), READ(max_blocks), READ(max_lanes), READ(step_offset), READ(step), READ(slot_blocks), READ(slot_steps);
+  READ(first_choice), READ(slot_pages), READ(slot_stride), READ(host_units), READ(host_stride), READ(host_step), READ(host_offset);
+  READ(host_base), READ(pool), READ(copies), READ(num_copies), READ(stats);
+  cuda::select(a, args.stream());
+}
+
+void append(const py::kwargs& kwargs) {
+  const Arguments args(kwargs);
+  cuda::Append a;
+  READ(dtype), READ(heads), READ(qkv), READ(rows), READ(cos), READ(sin), READ(q_norm), READ(k_norm), READ(norm_eps), READ(q), READ(staged);
+  READ(pool);
+  cuda::append(a, args.number("num_rows"), args.stream());
+}
+
+void settle(const py::kwargs& kwargs) {
+  const Arguments args(kwargs);
+  cuda::Settle a;
+  READ(dtype), READ(heads), READ(kind), READ(top_k), READ(blocks), READ(num_blocks), READ(pool), READ(summaries), READ(summary_pages);
+  READ(summary_stride), READ(slot_blocks), READ(slot_steps), READ(slot_pages), READ(slot_stride), READ(step), READ(fill_slots);
+  cuda::settle(a, args.number("max_blocks"), args.stream());
+}
+
+void write_through(const py::kwargs& kwargs) {
+  const Arguments args(kwargs);
+  cuda::WriteThrough a;
+  READ(dtype), READ(heads), READ(blocks), READ(num_blocks), READ(pool), READ(slot_pages), READ(fill_slots), READ(slot_stride);
+  READ(host_units), READ(host_stride), READ(host_step), READ(host_offset), READ(host_base);
+  cuda::write_through(a, args.number("num_ctas"), args.stream());
+}
+
+#undef READ
+
+void gather(uintptr_t copies, uintptr_t num_copies, int bytes, int num_ctas, uintptr_t stream) {
+  cuda::gather(reinterpret_cast<const cuda::Copy*>(copies), reinterpret_cast<const int32_t*>(num_copies), bytes, num_ctas,
+               reinterpret_cast<cudaStream_t>(stream));
+}
+
+void read(uintptr_t from, int64_t bytes, uintptr_t out, int num_ctas, uintptr_t stream) {
+  cuda::read(reinterpret_cast<const void*>(from), bytes, reinterpret_cast<int*>(out), num_ctas,
+             reinterpret_cast<cudaStream_t>(stream));
+}
+
+}  // namespace
+
+void bind_cuda(py::module_& m) {
+  using namespace py::literals;
+  m.def("split_size", &cuda::split_size, "lengths"_a, "units_each"_a, "grid"_a, "fixed"_a);
+  m.attr("lane_tile") = cuda::kLaneTile;
+  m.attr("attention_ctas_per_sm") = cuda::attention_ctas_per_sm();
+  m.attr("score_ctas_per_sm") = cuda::score_ctas_per_sm();
+  m.def("attention_partial_floats", &cuda::attention_partial_floats);
+  m.def("attention", &attention);
+  m.def("score", &score);
+  m.def("select", &select);
+  m.def("append", &append);
+  m.def("settle", &settle);
+  m.def("write_through", &write_through);
+  m.def("gather", &gather);
+  m.def("read", &read);
+}
+
+}  // namespace oasis

@@ -1,0 +1,209 @@
+// Scores of all complete blocks for the queries that predict.
+//
+// Grid: num_ctas, each looping over the units (split, KV head, lane tile). Four warps; warp w takes 16 blocks at a time and
+// keeps kStages of such pieces in flight by itself, across the ends of units. A score is one product of [f(q), g(q)] with a block's two
+// vectors: mean_std q.mean + |q|.std, minmax q+.max + q-.min, halves the larger of q.first and q.second.
+//
+// Bytes: each summary once a lane tile (4 D bytes in 16 bit) plus 4 bytes a lane and block written. Floor: those bytes / memory bandwidth.
+#include "ops/cuda/check.h"
+#include "ops/cuda/ops.h"
+#include "ops/cuda/types.cuh"
+
+namespace oasis::cuda {
+namespace {
+
+constexpr int kWarps = 4, kThreads = 32 * kWarps, kPiece = 16;
+
+constexpr int stages_for(int head_dim) { return head_dim == 64 ? 4 : 2; }
+constexpr int piece_elements(int head_dim) { return 2 * kPiece * head_dim; }
+
+struct Cursor {
+  int unit, block, end;
+  const int32_t* table;  // the request's summary pages
+  const char* head;      // the unit's head in page 0
+  int id;                // of the block's page, read one step ahead of its use
+};
+
+struct Unit {
+  ScoreSplit split;
+  Predictor predictor;
+  int head, tile;
+};
+
+__device__ Unit unit_at(const Score& s, int unit) {
+  const int per_split = s.heads.num_kv_heads * s.max_lane_tiles;
+  Unit u;
+  u.split = s.splits[unit / per_split];
+  u.predictor = s.predictors[u.split.predictor];
+  u.head = unit % per_split / s.max_lane_tiles;
+  u.tile = unit % s.max_lane_tiles;
+  return u;
+}
+
+__device__ bool idle(const Score& s, const Unit& u) {
+  return u.tile * kLaneTile >= u.predictor.staged_rows * s.heads.group;
+}
+
+template <class T, int D>
+__device__ void settle(const Score& s, Cursor& c, int units, int warp) {
+  while (c.block >= c.end) {
+    c.unit += gridDim.x;
+    if (c.unit >= units) return;
+    const Unit u = unit_at(s, c.unit);
+    if (idle(s, u)) continue;
+    c.block = u.split.block_begin + warp * kPiece;
+    c.end = u.split.block_end;
+    c.table = s.summary_pages + static_cast<int64_t>(u.predictor.request) * s.summary_stride;
+    c.head = static_cast<const char*>(s.summaries) + static_cast<int64_t>(u.head) * kSummaryBlocks * 2 * D * sizeof(T);
+  }
+  c.id = c.table[c.block / kSummaryBlocks];
+}
+
+// Row 2 b + v of a piece is vector v of its block b; its 16-byte chunk c lies at c ^ (b % 8).
+template <class T, int D>
+__device__ void load_piece(const Score& s, const Cursor& c, int units, uint32_t stage, int lane) {
+  if (c.unit < units) {
+    const char* from = c.head + (static_cast<int64_t>(c.id) * s.heads.num_kv_heads * kSummaryBlocks + c.block % kSummaryBlocks) * 2 *
+                                    D * sizeof(T);
+    constexpr int kChunks = D * sizeof(T) / 16;
+    const int rows = 2 * min(kPiece, c.end - c.block);
+#pragma unroll
+    for (int i = lane; i < 2 * kPiece * kChunks; i += 32) {
+      const int row = i / kChunks, chunk = i % kChunks;
+      if (row < rows) copy_async(stage + (row * kChunks + (chunk ^ (row / 2 & 7))) * 16, from + i * 16);
+    }
+  }
+  commit_copies();
+}
+
+// The two halves of the left factor, of two elements at once.
+template <class T>
+__device__ uint32_t factor(uint32_t q, SummaryKind kind, int half) {
+  const T* x = reinterpret_cast<const T*>(&q);
+  float f[2];
+  for (int i = 0; i < 2; ++i) {
+    const float v = Element<T>::to_float(x[i]);
+    if (kind == SummaryKind::kMeanStd) f[i] = half == 0 ? v : fabsf(v);
+    if (kind == SummaryKind::kMinMax) f[i] = half == 0 ? (v < 0.0f ? 0.0f : v) : (v > 0.0f ? 0.0f : v);
+    if (kind == SummaryKind::kHalves) f[i] = v;
+  }
+  return Element<T>::pack(f[0], f[1]);
+}
+
+template <class T, int D>
+__global__ void __launch_bounds__(kThreads, 3) score_kernel(Score s) {
+  constexpr int kStages = stages_for(D), kSteps = D / 16, kChunks = D * sizeof(T) / 16;
+  constexpr int kStageBytes = piece_elements(D) * sizeof(T);
+  extern __shared__ __align__(128) char shared[];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const uint32_t stage0 = shared_address(shared) + warp * kStages * kStageBytes;
+  const int units = *s.num_splits * s.heads.num_kv_heads * s.max_lane_tiles;
+  const int hq = s.heads.num_kv_heads * s.heads.group;
+  const bool halves = s.kind == SummaryKind::kHalves;
+
+  Cursor load{static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x), 0, 0, nullptr, nullptr, 0};
+  settle<T, D>(s, load, units, warp);
+  for (int i = 0; i < kStages; ++i) {
+    load_piece<T, D>(s, load, units, stage0 + i * kStageBytes, lane);
+    load.block += kWarps * kPiece;
+    settle<T, D>(s, load, units, warp);
+  }
+  int stage = 0;
+  for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
+    const Unit u = unit_at(s, unit);
+    if (idle(s, u)) continue;
+    const int all_lanes = u.predictor.staged_rows * s.heads.group;
+    const int lanes = min(kLaneTile, all_lanes - u.tile * kLaneTile);
+    const T* rows[2];
+    for (int i = 0; i < 2; ++i) {
+      const int l = u.tile * kLaneTile + min(lane / 4 + 8 * i, lanes - 1);
+      const int row = u.predictor.staged0 + l / s.heads.group, head = u.head * s.heads.group + l % s.heads.group;
+      rows[i] = static_cast<const T*>(s.staged) + (static_cast<int64_t>(row) * hq + head) * D;
+    }
+    uint32_t q[kSteps][4];
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        q[k][i] = *reinterpret_cast<const uint32_t*>(rows[i % 2] + k * 16 + i / 2 * 8 + lane % 4 * 2);
+    float* scores = s.scores + u.predictor.scores0 +
+                    (static_cast<int64_t>(u.head) * all_lanes + u.tile * kLaneTile) * u.predictor.stride;
+
+    for (int block = u.split.block_begin + warp * kPiece; block < u.split.block_end; block += kWarps * kPiece) {
+      wait_copies<kStages - 1>();
+      __syncwarp();
+      const uint32_t piece = stage0 + stage * kStageBytes;
+      float d[2][2][4] = {};  // [which vector, kept apart for halves][blocks 0-7, 8-15]
+      const int b_row = lane % 8 + lane / 16 * 8;
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k)
+#pragma unroll
+        for (int v = 0; v < 2; ++v) {
+          uint32_t a[4], b[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) a[i] = factor<T>(q[k][i], s.kind, v);
+          ldmatrix(b, piece + ((2 * b_row + v) * kChunks + ((k * 2 + lane / 8 % 2) ^ (b_row & 7))) * 16);
+          const int to = halves ? v : 0;
+          if (to == 0) {
+            Element<T>::mma(d[0][0], a, b[0], b[1]);
+            Element<T>::mma(d[0][1], a, b[2], b[3]);
+          } else {
+            Element<T>::mma(d[1][0], a, b[0], b[1]);
+            Element<T>::mma(d[1][1], a, b[2], b[3]);
+          }
+        }
+#pragma unroll
+      for (int n = 0; n < 2; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int l = lane / 4 + 8 * i, b = block + n * 8 + lane % 4 * 2;
+          if (l >= lanes) continue;
+          float x = d[0][n][2 * i], y = d[0][n][2 * i + 1];
+          if (halves) {  // a NaN in either makes the score NaN
+            const float x1 = d[1][n][2 * i], y1 = d[1][n][2 * i + 1];
+            x = x > x1 || x != x ? x : x1;
+            y = y > y1 || y != y ? y : y1;
+          }
+          float* to = scores + static_cast<int64_t>(l) * u.predictor.stride + b;
+          if (b + 1 < u.split.block_end)
+            *reinterpret_cast<float2*>(to) = {x, y};
+          else if (b < u.split.block_end)
+            *to = x;
+        }
+      __syncwarp();
+      load_piece<T, D>(s, load, units, stage0 + stage * kStageBytes, lane);
+      load.block += kWarps * kPiece;
+      settle<T, D>(s, load, units, warp);
+      stage = (stage + 1) % kStages;
+    }
+  }
+}
+
+template <class T, int D>
+void launch(const Score& s, cudaStream_t stream) {
+  constexpr int kBytes = kWarps * stages_for(D) * piece_elements(D) * static_cast<int>(sizeof(T));
+  static const cudaError_t allowed =
+      cudaFuncSetAttribute(score_kernel<T, D>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  check(allowed, "score: shared memory");
+  score_kernel<T, D><<<s.num_ctas, kThreads, kBytes, stream>>>(s);
+  check(cudaGetLastError(), "score");
+}
+
+template <class T>
+void launch(const Score& s, cudaStream_t stream) {
+  if (s.heads.head_dim == 64) return launch<T, 64>(s, stream);
+  if (s.heads.head_dim == 128) return launch<T, 128>(s, stream);
+  refuse("score: head_dim", s.heads.head_dim, "64 or 128");
+}
+
+}  // namespace
+
+int score_ctas_per_sm() { return 3; }
+
+void score(const Score& s, cudaStream_t stream) {
+  if (s.dtype == DType::kBFloat16) return launch<BFloat16>(s, stream);
+  if (s.dtype == DType::kFloat16) return launch<Half>(s, stream);
+  refuse("score: dtype", static_cast<int>(s.dtype), "float16 or bfloat16");
+}
+
+}  // namespace oasis::cuda
