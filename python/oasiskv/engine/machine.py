@@ -35,10 +35,11 @@ def memory_bytes() -> int:
 
 def check_pools_fit(config: EngineConfig, core: _core.CoreConfig) -> None:
     """Raise ConfigError for pools larger than the memory: they are touched as they fill, and the kernel would then kill the process."""
-    wanted = core.page_bytes * (core.device_pages * core.num_layers + core.host_blocks)
+    summaries = core.host_blocks // 16 if core.sparse_enabled else 0  # in host blocks' worth: two vectors for 16 keys and 16 values
+    wanted = core.page_bytes * (core.device_pages * core.num_layers + core.host_blocks + summaries)
     have = memory_bytes()
     if wanted > have:
         raise ConfigError(
-            f"device_kv_gib = {config.device_kv_gib:g}, host_kv_gib = {config.host_kv_gib:g}: "
-            f"this machine has {have / 2**30:.1f} GiB for both; lower them"
+            f"device_kv_gib = {config.device_kv_gib:g}, host_kv_gib = {config.host_kv_gib:g}: with summaries {wanted / 2**30:.1f} GiB, "
+            f"this machine has {have / 2**30:.1f} GiB; lower them"
         )
