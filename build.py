@@ -279,7 +279,7 @@ def test(arguments: list[str]) -> int:
     """Ends with pytest's summary line and exit code."""
     setup()
     say("lint: ruff, clang-format")
-    sources = [str(p) for p in sorted((ROOT / "cpp").rglob("*")) if p.suffix in (".h", ".cpp")]
+    sources = [str(p) for p in sorted((ROOT / "cpp").rglob("*")) if p.suffix in (".h", ".cpp", ".cu", ".cuh")]
     for command, mend in (
         (["ruff", "check", *LINTED], "mend them"),
         (["ruff", "format", "--check", *LINTED], "run .venv/bin/ruff format"),

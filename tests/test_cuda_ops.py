@@ -410,6 +410,28 @@ def test_gather(size: int) -> None:
         assert torch.equal(device.cpu(), expected)
 
 
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_layers(dtype: str) -> None:
+    torch.manual_seed(4)
+    t, tolerance = DTYPES[dtype], {"float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}[dtype]
+    for rows, dim in ((0, 64), (1, 8), (3, 576), (129, 4096), (2, 12288)):
+        x, residual, weight = (torch.randn(n, dim, device="cuda").to(t) for n in (rows, rows, 1))
+        y, before = torch.full_like(x, NAN), residual.clone()
+        for r in (0, residual.data_ptr()):
+            _core.cuda.add_rms_norm(dtype, x.data_ptr(), r, weight.data_ptr(), y.data_ptr(), rows, dim, 1e-5, stream())
+            torch.cuda.synchronize()
+            total = (x + before if r else x).double()
+            if rows:
+                assert relative_error(y, total / (total.square().mean(1, keepdim=True) + 1e-5).sqrt() * weight.double()) < tolerance
+            assert torch.equal(residual, x + before if r else before)
+        gate_up, z = torch.randn(rows, 2 * dim, device="cuda").to(t), torch.full_like(x, NAN)
+        _core.cuda.silu_mul(dtype, gate_up.data_ptr(), z.data_ptr(), rows, dim, stream())
+        torch.cuda.synchronize()
+        if rows:
+            gate, up = gate_up.double().split(dim, dim=1)
+            assert relative_error(z, gate * gate.sigmoid() * up) < tolerance
+
+
 def test_shapes_that_no_kernel_has_are_refused() -> None:
     with pytest.raises(ValueError, match=r"gather: bytes = 12"):
         _core.cuda.gather(0, 0, 12, 1, 0)

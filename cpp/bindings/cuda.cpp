@@ -1,5 +1,6 @@
-// The CUDA kernels one by one, for the tests and `oasiskv bench kernels`: arguments by the names of their structs in ops/cuda/ops.h,
-// arrays as device addresses. Nothing is checked here; the callers in python/oasiskv/ops_cuda.py do.
+// The CUDA kernels one by one, for the tests and `oasiskv bench kernels`: arguments by the names of
+// their structs in ops/cuda/ops.h, arrays as device addresses. Nothing is checked here; the callers
+// in python/oasiskv/ops_cuda.py do.
 #include "bindings/cuda.h"
 
 #include <string>
@@ -14,6 +15,12 @@ namespace {
 
 using cuda::Heads;
 
+cuda::DType dtype_from(const std::string& text) {
+  return text == "float32"   ? cuda::DType::kFloat32
+         : text == "float16" ? cuda::DType::kFloat16
+                             : cuda::DType::kBFloat16;
+}
+
 class Arguments {
  public:
   explicit Arguments(const py::kwargs& kwargs) : kwargs_(kwargs) {}
@@ -26,15 +33,21 @@ class Arguments {
       to = kwargs_[name].cast<T>();
   }
   void read(cuda::DType& to, const char* name) const {
-    const auto text = kwargs_[name].cast<std::string>();
-    to = text == "float32" ? cuda::DType::kFloat32 : text == "float16" ? cuda::DType::kFloat16 : cuda::DType::kBFloat16;
+    to = dtype_from(kwargs_[name].cast<std::string>());
   }
-  void read(SummaryKind& to, const char* name) const { to = summary_kind_from(kwargs_[name].cast<std::string>()); }
-  void read(GroupCombine& to, const char* name) const { to = group_combine_from(kwargs_[name].cast<std::string>()); }
+  void read(SummaryKind& to, const char* name) const {
+    to = summary_kind_from(kwargs_[name].cast<std::string>());
+  }
+  void read(GroupCombine& to, const char* name) const {
+    to = group_combine_from(kwargs_[name].cast<std::string>());
+  }
   void read(Heads& to, const char*) const {
-    to = {kwargs_["num_kv_heads"].cast<int>(), kwargs_["group"].cast<int>(), kwargs_["head_dim"].cast<int>()};
+    to = {kwargs_["num_kv_heads"].cast<int>(), kwargs_["group"].cast<int>(),
+          kwargs_["head_dim"].cast<int>()};
   }
-  cudaStream_t stream() const { return reinterpret_cast<cudaStream_t>(kwargs_["stream"].cast<uintptr_t>()); }
+  cudaStream_t stream() const {
+    return reinterpret_cast<cudaStream_t>(kwargs_["stream"].cast<uintptr_t>());
+  }
   int number(const char* name) const { return kwargs_[name].cast<int>(); }
 
  private:
@@ -46,7 +59,8 @@ class Arguments {
 void attention(const py::kwargs& kwargs) {
   const Arguments args(kwargs);
   cuda::Attention a;
-  READ(dtype), READ(heads), READ(q), READ(pool), READ(out), READ(segments), READ(pages), READ(splits), READ(num_splits);
+  READ(dtype), READ(heads), READ(q), READ(pool), READ(out), READ(segments), READ(pages),
+      READ(splits), READ(num_splits);
   READ(max_lane_tiles), READ(partials), READ(arrivals), READ(num_ctas);
   cuda::attention(a, args.stream());
 }
@@ -54,7 +68,8 @@ void attention(const py::kwargs& kwargs) {
 void score(const py::kwargs& kwargs) {
   const Arguments args(kwargs);
   cuda::Score a;
-  READ(dtype), READ(heads), READ(kind), READ(staged), READ(summaries), READ(predictors), READ(summary_pages), READ(summary_stride);
+  READ(dtype), READ(heads), READ(kind), READ(staged), READ(summaries), READ(predictors),
+      READ(summary_pages), READ(summary_stride);
   READ(splits), READ(num_splits), READ(max_lane_tiles), READ(scores), READ(num_ctas);
   cuda::score(a, args.stream());
 }
@@ -62,9 +77,12 @@ void score(const py::kwargs& kwargs) {
 void select(const py::kwargs& kwargs) {
   const Arguments args(kwargs);
   cuda::Select a;
-  READ(heads), READ(combine), READ(top_k), READ(fetch_cap), READ(sink_blocks), READ(element_bytes), READ(scores), READ(predictors);
-  READ(num_predictors), READ(max_predictors), READ(max_blocks), READ(max_lanes), READ(step_offset), READ(step), READ(slot_blocks), READ(slot_steps);
-  READ(first_choice), READ(slot_pages), READ(slot_stride), READ(host_units), READ(host_stride), READ(host_step), READ(host_offset);
+  READ(heads), READ(combine), READ(top_k), READ(fetch_cap), READ(sink_blocks), READ(element_bytes),
+      READ(scores), READ(predictors);
+  READ(num_predictors), READ(max_predictors), READ(max_blocks), READ(max_lanes), READ(step_offset),
+      READ(step), READ(slot_blocks), READ(slot_steps);
+  READ(first_choice), READ(slot_pages), READ(slot_stride), READ(host_units), READ(host_stride),
+      READ(host_step), READ(host_offset);
   READ(host_base), READ(pool), READ(copies), READ(num_copies), READ(stats);
   cuda::select(a, args.stream());
 }
@@ -72,7 +90,8 @@ void select(const py::kwargs& kwargs) {
 void append(const py::kwargs& kwargs) {
   const Arguments args(kwargs);
   cuda::Append a;
-  READ(dtype), READ(heads), READ(qkv), READ(rows), READ(cos), READ(sin), READ(q_norm), READ(k_norm), READ(norm_eps), READ(q), READ(staged);
+  READ(dtype), READ(heads), READ(qkv), READ(rows), READ(cos), READ(sin), READ(q_norm), READ(k_norm),
+      READ(norm_eps), READ(q), READ(staged);
   READ(pool);
   cuda::append(a, args.number("num_rows"), args.stream());
 }
@@ -80,15 +99,18 @@ void append(const py::kwargs& kwargs) {
 void settle(const py::kwargs& kwargs) {
   const Arguments args(kwargs);
   cuda::Settle a;
-  READ(dtype), READ(heads), READ(kind), READ(top_k), READ(blocks), READ(num_blocks), READ(pool), READ(summaries), READ(summary_pages);
-  READ(summary_stride), READ(slot_blocks), READ(slot_steps), READ(slot_pages), READ(slot_stride), READ(step), READ(fill_slots);
+  READ(dtype), READ(heads), READ(kind), READ(top_k), READ(blocks), READ(num_blocks), READ(pool),
+      READ(summaries), READ(summary_pages);
+  READ(summary_stride), READ(slot_blocks), READ(slot_steps), READ(slot_pages), READ(slot_stride),
+      READ(step), READ(fill_slots);
   cuda::settle(a, args.number("max_blocks"), args.stream());
 }
 
 void write_through(const py::kwargs& kwargs) {
   const Arguments args(kwargs);
   cuda::WriteThrough a;
-  READ(dtype), READ(heads), READ(blocks), READ(num_blocks), READ(pool), READ(slot_pages), READ(fill_slots), READ(slot_stride);
+  READ(dtype), READ(heads), READ(blocks), READ(num_blocks), READ(pool), READ(slot_pages),
+      READ(fill_slots), READ(slot_stride);
   READ(host_units), READ(host_stride), READ(host_step), READ(host_offset), READ(host_base);
   cuda::write_through(a, args.number("num_ctas"), args.stream());
 }
@@ -96,8 +118,23 @@ void write_through(const py::kwargs& kwargs) {
 #undef READ
 
 void gather(uintptr_t copies, uintptr_t num_copies, int bytes, int num_ctas, uintptr_t stream) {
-  cuda::gather(reinterpret_cast<const cuda::Copy*>(copies), reinterpret_cast<const int32_t*>(num_copies), bytes, num_ctas,
+  cuda::gather(reinterpret_cast<const cuda::Copy*>(copies),
+               reinterpret_cast<const int32_t*>(num_copies), bytes, num_ctas,
                reinterpret_cast<cudaStream_t>(stream));
+}
+
+void add_rms_norm(const std::string& dtype, uintptr_t x, uintptr_t residual, uintptr_t weight,
+                  uintptr_t y, int64_t rows, int dim, float eps, uintptr_t stream) {
+  cuda::add_rms_norm(dtype_from(dtype), reinterpret_cast<void*>(x),
+                     reinterpret_cast<void*>(residual), reinterpret_cast<void*>(weight),
+                     reinterpret_cast<void*>(y), rows, dim, eps,
+                     reinterpret_cast<cudaStream_t>(stream));
+}
+
+void silu_mul(const std::string& dtype, uintptr_t gate_up, uintptr_t y, int64_t rows, int inter,
+              uintptr_t stream) {
+  cuda::silu_mul(dtype_from(dtype), reinterpret_cast<void*>(gate_up), reinterpret_cast<void*>(y),
+                 rows, inter, reinterpret_cast<cudaStream_t>(stream));
 }
 
 void read(uintptr_t from, int64_t bytes, uintptr_t out, int num_ctas, uintptr_t stream) {
@@ -121,6 +158,8 @@ void bind_cuda(py::module_& m) {
   m.def("settle", &settle);
   m.def("write_through", &write_through);
   m.def("gather", &gather);
+  m.def("add_rms_norm", &add_rms_norm);
+  m.def("silu_mul", &silu_mul);
   m.def("read", &read);
 }
 

@@ -1,8 +1,9 @@
-// Where a step's rows enter the cache: RoPE, K and V into their pages, predicting queries into the staging buffer; and where blocks that
-// are complete leave the open page: summary, fill slot, host.
+// Where a step's rows enter the cache: RoPE, K and V into their pages, predicting queries into the
+// staging buffer; and where blocks that are complete leave the open page: summary, fill slot, host.
 //
-// append: one warp a (row, head). Bytes: each row's q, k, v read and written once. settle: one CTA a (block, head); write_through: one
-// warp at a time a (block, head). All are small beside attention: a block-head completes every 16 steps.
+// append: one warp a (row, head). Bytes: each row's q, k, v read and written once. settle: one CTA
+// a (block, head); write_through: one warp at a time a (block, head). All are small beside
+// attention: a block-head completes every 16 steps.
 #include "ops/cuda/check.h"
 #include "ops/cuda/ops.h"
 #include "ops/cuda/types.cuh"
@@ -59,11 +60,13 @@ __global__ void append_kernel(Append a, int rows) {
   };
   if (is_q) {
     store(static_cast<T*>(a.q) + (static_cast<int64_t>(row) * hq + head) * D);
-    if (r.staged >= 0) store(static_cast<T*>(a.staged) + (static_cast<int64_t>(r.staged) * hq + head) * D);
+    if (r.staged >= 0)
+      store(static_cast<T*>(a.staged) + (static_cast<int64_t>(r.staged) * hq + head) * D);
     return;
   }
   const int kv_head = (head - hq) % h;
-  T* block = static_cast<T*>(a.pool) + (static_cast<int64_t>(r.page) * h + kv_head) * 2 * kBlockTokens * D;
+  T* block =
+      static_cast<T*>(a.pool) + (static_cast<int64_t>(r.page) * h + kv_head) * 2 * kBlockTokens * D;
   store(block + ((is_k ? 0 : kBlockTokens) + r.position % kBlockTokens) * D);
 }
 
@@ -72,7 +75,8 @@ __global__ void __launch_bounds__(D) settle_kernel(Settle s) {
   if (static_cast<int>(blockIdx.y) >= *s.num_blocks) return;
   const SettledBlock b = s.blocks[blockIdx.y];
   const int head = blockIdx.x, h = s.heads.num_kv_heads, d = threadIdx.x;
-  T* page = static_cast<T*>(s.pool) + (static_cast<int64_t>(b.page) * h + head) * 2 * kBlockTokens * D;
+  T* page =
+      static_cast<T*>(s.pool) + (static_cast<int64_t>(b.page) * h + head) * 2 * kBlockTokens * D;
   float keys[kBlockTokens], first = 0.0f, second = 0.0f, top = -INFINITY, bottom = INFINITY;
   for (int t = 0; t < kBlockTokens; ++t) {
     keys[t] = Element<T>::to_float(page[t * D + d]);
@@ -83,12 +87,16 @@ __global__ void __launch_bounds__(D) settle_kernel(Settle s) {
   const float mean = (first + second) / kBlockTokens;
   float variance = 0.0f;
   for (float k : keys) variance += (k - mean) * (k - mean);
-  const int64_t summary_page = s.summary_pages[static_cast<int64_t>(b.request) * s.summary_stride + b.block / kSummaryBlocks];
-  T* summary = static_cast<T*>(s.summaries) + ((summary_page * h + head) * kSummaryBlocks + b.block % kSummaryBlocks) * 2 * D;
+  const int64_t summary_page = s.summary_pages[static_cast<int64_t>(b.request) * s.summary_stride +
+                                               b.block / kSummaryBlocks];
+  T* summary = static_cast<T*>(s.summaries) +
+               ((summary_page * h + head) * kSummaryBlocks + b.block % kSummaryBlocks) * 2 * D;
   const bool std = s.kind == SummaryKind::kMeanStd, extremes = s.kind == SummaryKind::kMinMax;
   constexpr float kHalf = kBlockTokens / 2;
   summary[d] = Element<T>::from_float(std ? mean : extremes ? top : first / kHalf);
-  summary[D + d] = Element<T>::from_float(std ? sqrtf(variance / kBlockTokens) : extremes ? bottom : second / kHalf);
+  summary[D + d] = Element<T>::from_float(std        ? sqrtf(variance / kBlockTokens)
+                                          : extremes ? bottom
+                                                     : second / kHalf);
   if (b.slots < 0) return;  // dense: the block stays where it is
 
   // The fill slot: the next unused one, else the least recently selected, then the lower block.
@@ -100,7 +108,9 @@ __global__ void __launch_bounds__(D) settle_kernel(Settle s) {
   } else {
     uint64_t mine = ~0ull;
     for (int i = d; i < b.slots; i += D) {
-      const uint64_t key = static_cast<uint64_t>(static_cast<uint32_t>(s.slot_steps[map + i])) << 32 | static_cast<uint32_t>(s.slot_blocks[map + i]);
+      const uint64_t key = static_cast<uint64_t>(static_cast<uint32_t>(s.slot_steps[map + i]))
+                               << 32 |
+                           static_cast<uint32_t>(s.slot_blocks[map + i]);
       mine = key < mine ? key : mine;
     }
     for (int i = 16; i > 0; i /= 2) {
@@ -121,8 +131,10 @@ __global__ void __launch_bounds__(D) settle_kernel(Settle s) {
   }
   const int64_t to_page = s.slot_pages[static_cast<int64_t>(b.request) * s.slot_stride + slot];
   const int4* from = reinterpret_cast<const int4*>(page);
-  int4* to = reinterpret_cast<int4*>(static_cast<T*>(s.pool) + (to_page * h + head) * 2 * kBlockTokens * D);
-  for (int i = d; i < 2 * kBlockTokens * D * static_cast<int>(sizeof(T)) / 16; i += D) to[i] = from[i];
+  int4* to = reinterpret_cast<int4*>(static_cast<T*>(s.pool) +
+                                     (to_page * h + head) * 2 * kBlockTokens * D);
+  for (int i = d; i < 2 * kBlockTokens * D * static_cast<int>(sizeof(T)) / 16; i += D)
+    to[i] = from[i];
 }
 
 __global__ void write_through_kernel(WriteThrough w, int head_bytes) {
@@ -131,10 +143,16 @@ __global__ void write_through_kernel(WriteThrough w, int head_bytes) {
   for (int unit = (blockIdx.x * blockDim.x + threadIdx.x) / 32; unit < units; unit += warps) {
     const SettledBlock b = w.blocks[unit / h];
     const int head = unit % h;
-    const int64_t page = b.slots < 0 ? b.page : w.slot_pages[static_cast<int64_t>(b.request) * w.slot_stride + w.fill_slots[unit]];
-    const int64_t host = w.host_units[b.request * w.host_stride + static_cast<int64_t>(b.block) * w.host_step + w.host_offset];
-    const int4* from = reinterpret_cast<const int4*>(static_cast<const char*>(w.pool) + (page * h + head) * head_bytes);
-    int4* to = reinterpret_cast<int4*>(static_cast<char*>(w.host_base) + (host * h + head) * head_bytes);
+    const int64_t page =
+        b.slots < 0
+            ? b.page
+            : w.slot_pages[static_cast<int64_t>(b.request) * w.slot_stride + w.fill_slots[unit]];
+    const int64_t host = w.host_units[b.request * w.host_stride +
+                                      static_cast<int64_t>(b.block) * w.host_step + w.host_offset];
+    const int4* from = reinterpret_cast<const int4*>(static_cast<const char*>(w.pool) +
+                                                     (page * h + head) * head_bytes);
+    int4* to =
+        reinterpret_cast<int4*>(static_cast<char*>(w.host_base) + (host * h + head) * head_bytes);
     for (int i = lane; i < head_bytes / 16; i += 32) __stcs(to + i, from[i]);
   }
 }
@@ -142,7 +160,8 @@ __global__ void write_through_kernel(WriteThrough w, int head_bytes) {
 template <class T, int D>
 void launch(const Append& a, int rows, cudaStream_t stream) {
   const int units = rows * (a.heads.group + 2) * a.heads.num_kv_heads;
-  append_kernel<T, D><<<(units + kWarpsPerCta - 1) / kWarpsPerCta, 32 * kWarpsPerCta, 0, stream>>>(a, rows);
+  append_kernel<T, D>
+      <<<(units + kWarpsPerCta - 1) / kWarpsPerCta, 32 * kWarpsPerCta, 0, stream>>>(a, rows);
 }
 template <class T, int D>
 void launch(const Settle& s, int max_blocks, cudaStream_t stream) {
@@ -169,11 +188,14 @@ void dispatch(const Args& a, int n, const char* what, cudaStream_t stream) {
 }  // namespace
 
 void append(const Append& a, int rows, cudaStream_t stream) { dispatch(a, rows, "append", stream); }
-void settle(const Settle& s, int max_blocks, cudaStream_t stream) { dispatch(s, max_blocks, "settle", stream); }
+void settle(const Settle& s, int max_blocks, cudaStream_t stream) {
+  dispatch(s, max_blocks, "settle", stream);
+}
 
 void write_through(const WriteThrough& w, int num_ctas, cudaStream_t stream) {
   const int element = w.dtype == DType::kFloat32 ? 4 : 2;
-  write_through_kernel<<<num_ctas, 256, 0, stream>>>(w, 2 * kBlockTokens * w.heads.head_dim * element);
+  write_through_kernel<<<num_ctas, 256, 0, stream>>>(w,
+                                                     2 * kBlockTokens * w.heads.head_dim * element);
   check(cudaGetLastError(), "write_through");
 }
 

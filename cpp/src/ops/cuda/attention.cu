@@ -1,11 +1,13 @@
 // Attention of decode rows over paged KV.
 //
-// Grid: num_ctas, each looping over the units (split, KV head, lane tile). Four warps; warp w takes pages w, w + 4, ... of the split and
-// keeps kStages of them in flight by itself, across the ends of units, so that the memory never idles while a unit is merged.
-// A lane is a (query row, query head of the group); 16 lanes are the M of the tensor-core products.
-// A segment's splits are merged in their order by the last CTA to arrive; a segment that is not split is written at once.
+// Grid: num_ctas, each looping over the units (split, KV head, lane tile). Four warps; warp w takes
+// pages w, w + 4, ... of the split and keeps kStages of them in flight by itself, across the ends
+// of units, so that the memory never idles while a unit is merged. A lane is a (query row, query
+// head of the group); 16 lanes are the M of the tensor-core products. A segment's splits are merged
+// in their order by the last CTA to arrive; a segment that is not split is written at once.
 //
-// Bytes: each page's K and V once a lane tile, plus (2 + D) * 64 bytes a split for the partial. Floor: those bytes / memory bandwidth.
+// Bytes: each page's K and V once a lane tile, plus (2 + D) * 64 bytes a split for the partial.
+// Floor: those bytes / memory bandwidth.
 #include "ops/cuda/check.h"
 #include "ops/cuda/ops.h"
 #include "ops/cuda/types.cuh"
@@ -61,16 +63,20 @@ __device__ void settle(const Attention& a, Cursor& c, int units, int warp) {
     c.page = u.split.page_begin + warp;
     c.end = u.split.page_end;
     c.list = a.pages + u.segment.pages0;
-    c.head = static_cast<const char*>(a.pool) + static_cast<int64_t>(u.head) * page_elements(D) * sizeof(T);
+    c.head = static_cast<const char*>(a.pool) +
+             static_cast<int64_t>(u.head) * page_elements(D) * sizeof(T);
   }
   c.id = c.list[c.page];
 }
 
-// One page's K and V of a head into a stage. Row r's 16-byte chunk c lies at c ^ (r % 8), so that ldmatrix meets no bank twice.
+// One page's K and V of a head into a stage. Row r's 16-byte chunk c lies at c ^ (r % 8), so that
+// ldmatrix meets no bank twice.
 template <class T, int D>
-__device__ void load_page(const Attention& a, const Cursor& c, int units, uint32_t stage, int lane) {
+__device__ void load_page(const Attention& a, const Cursor& c, int units, uint32_t stage,
+                          int lane) {
   if (c.unit < units) {
-    const char* from = c.head + static_cast<int64_t>(c.id) * a.heads.num_kv_heads * page_elements(D) * sizeof(T);
+    const char* from =
+        c.head + static_cast<int64_t>(c.id) * a.heads.num_kv_heads * page_elements(D) * sizeof(T);
     constexpr int kChunks = D * sizeof(T) / 16;  // a row
 #pragma unroll
     for (int i = lane; i < 2 * kBlockTokens * kChunks; i += 32) {
@@ -85,20 +91,28 @@ __device__ void load_page(const Attention& a, const Cursor& c, int units, uint32
 template <class T, int D>
 __device__ void store_output(const Attention& a, const Unit& u, int i, float value) {
   const int lane = u.tile * kLaneTile + i / D, row = lane / a.heads.group;
-  const int head = u.head * a.heads.group + lane % a.heads.group, hq = a.heads.num_kv_heads * a.heads.group;
-  static_cast<T*>(a.out)[(static_cast<int64_t>(u.segment.row0 + row) * hq + head) * D + i % D] = Element<T>::from_float(value);
+  const int head = u.head * a.heads.group + lane % a.heads.group,
+            hq = a.heads.num_kv_heads * a.heads.group;
+  static_cast<T*>(a.out)[(static_cast<int64_t>(u.segment.row0 + row) * hq + head) * D + i % D] =
+      Element<T>::from_float(value);
 }
 
-// Adds to a counter; what the CTA wrote before the barrier before is visible to who sees the sum, and the other way round.
+// Adds to a counter; what the CTA wrote before the barrier before is visible to who sees the sum,
+// and the other way round.
 __device__ int arrive(int32_t* counter) {
   int before;
-  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;"
+               : "=r"(before)
+               : "l"(counter)
+               : "memory");
   return before;
 }
 
-// All splits of a segment (same head and tile) into the output, in their order. weights: kChunk x 16 floats of shared memory, and 256 more.
+// All splits of a segment (same head and tile) into the output, in their order. weights: kChunk x
+// 16 floats of shared memory, and 256 more.
 template <class T, int D>
-__device__ void merge_splits(const Attention& a, const Unit& u, int first, int per_split, int lanes, float* weights) {
+__device__ void merge_splits(const Attention& a, const Unit& u, int first, int per_split, int lanes,
+                             float* weights) {
   constexpr int kRows = kThreads / kLaneTile, kChunk = 64, kBatch = 8;
   const float* parts = a.partials + static_cast<int64_t>(first) * (2 + D) * kLaneTile;
   const int64_t stride = static_cast<int64_t>(per_split) * (2 + D) * kLaneTile;
@@ -136,7 +150,9 @@ __device__ void merge_splits(const Attention& a, const Unit& u, int first, int p
         float4 x[kBatch];  // all in flight before the first is used
 #pragma unroll
         for (int k = 0; k < kBatch; ++k)
-          if (s + k < n) x[k] = __ldcg(reinterpret_cast<const float4*>(parts + (s0 + s + k) * stride + 2 * kLaneTile + i));
+          if (s + k < n)
+            x[k] = __ldcg(
+                reinterpret_cast<const float4*>(parts + (s0 + s + k) * stride + 2 * kLaneTile + i));
 #pragma unroll
         for (int k = 0; k < kBatch; ++k) {
           if (s + k >= n) break;
@@ -171,16 +187,18 @@ __global__ void __launch_bounds__(kThreads, 2) attention_kernel(Attention a) {
   extern __shared__ __align__(128) char shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   constexpr int kPartRow = D + 8;  // padded, so that the stores below meet no bank twice
-  float* parts = reinterpret_cast<float*>(shared + kWarps * kStages * kStageBytes);  // [warp][16][D + 8]
-  float* tops = parts + kWarps * kLaneTile * kPartRow;                               // [warp][16]
-  float* sums = tops + kWarps * kLaneTile;                                           // [warp][16]
+  float* parts =
+      reinterpret_cast<float*>(shared + kWarps * kStages * kStageBytes);  // [warp][16][D + 8]
+  float* tops = parts + kWarps * kLaneTile * kPartRow;                    // [warp][16]
+  float* sums = tops + kWarps * kLaneTile;                                // [warp][16]
   __shared__ int last;
   const uint32_t stage0 = shared_address(shared) + warp * kStages * kStageBytes;
   const int units = *a.num_splits * a.heads.num_kv_heads * a.max_lane_tiles;
   const int hq = a.heads.num_kv_heads * a.heads.group;
   const float scale = 1.44269504f / sqrtf(static_cast<float>(D));  // scores in powers of two
 
-  Cursor load{static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x), 0, 0, nullptr, nullptr, 0};
+  Cursor load{
+      static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x), 0, 0, nullptr, nullptr, 0};
   settle<T, D>(a, load, units, warp);
   for (int s = 0; s < kStages; ++s) {
     load_page<T, D>(a, load, units, stage0 + s * kStageBytes, lane);
@@ -200,13 +218,15 @@ __global__ void __launch_bounds__(kThreads, 2) attention_kernel(Attention a) {
       const int l = u.tile * kLaneTile + min(lane / 4 + 8 * i, lanes - 1);
       const int row = l / a.heads.group, head = u.head * a.heads.group + l % a.heads.group;
       seen[i] = u.segment.visible + row;
-      rows[i] = static_cast<const T*>(a.q) + (static_cast<int64_t>(u.segment.row0 + row) * hq + head) * D;
+      rows[i] =
+          static_cast<const T*>(a.q) + (static_cast<int64_t>(u.segment.row0 + row) * hq + head) * D;
     }
 #pragma unroll
     for (int k = 0; k < kSteps; ++k)
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        q[k][i] = *reinterpret_cast<const uint32_t*>(rows[i % 2] + k * 16 + i / 2 * 8 + lane % 4 * 2);
+        q[k][i] =
+            *reinterpret_cast<const uint32_t*>(rows[i % 2] + k * 16 + i / 2 * 8 + lane % 4 * 2);
 
     float o[D / 8][4] = {};
     float top[2] = {-INFINITY, -INFINITY}, sum[2] = {};
@@ -215,7 +235,8 @@ __global__ void __launch_bounds__(kThreads, 2) attention_kernel(Attention a) {
       __syncwarp();
       const uint32_t keys = stage0 + stage * kStageBytes, values = keys + kStageBytes / 2;
       float s[2][4] = {};
-      // Matrices of ldmatrix: (tokens 0-7, low dims), (tokens 0-7, high), (8-15, low), (8-15, high).
+      // Matrices of ldmatrix: (tokens 0-7, low dims), (tokens 0-7, high), (8-15, low), (8-15,
+      // high).
       const int key_row = lane % 8 + lane / 16 * 8;
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
@@ -239,7 +260,8 @@ __global__ void __launch_bounds__(kThreads, 2) attention_kernel(Attention a) {
         high[i] = fmaxf(high[i], __shfl_xor_sync(~0u, high[i], 1));
         high[i] = fmaxf(high[i], __shfl_xor_sync(~0u, high[i], 2));
       }
-      const float base[2] = {high[0] == -INFINITY ? 0.0f : high[0], high[1] == -INFINITY ? 0.0f : high[1]};
+      const float base[2] = {high[0] == -INFINITY ? 0.0f : high[0],
+                             high[1] == -INFINITY ? 0.0f : high[1]};
       const float corr[2] = {exp2f(top[0] - base[0]), exp2f(top[1] - base[1])};
       top[0] = high[0];
       top[1] = high[1];
@@ -252,20 +274,23 @@ __global__ void __launch_bounds__(kThreads, 2) attention_kernel(Attention a) {
           s[n][i] = exp2f(s[n][i] - base[i / 2]);
           sum[i / 2] += s[n][i];
         }
-      const uint32_t weights[4] = {Element<T>::pack(s[0][0], s[0][1]), Element<T>::pack(s[0][2], s[0][3]),
-                                   Element<T>::pack(s[1][0], s[1][1]), Element<T>::pack(s[1][2], s[1][3])};
+      const uint32_t weights[4] = {
+          Element<T>::pack(s[0][0], s[0][1]), Element<T>::pack(s[0][2], s[0][3]),
+          Element<T>::pack(s[1][0], s[1][1]), Element<T>::pack(s[1][2], s[1][3])};
       // What no lane may see is zeroed in place: a weight of 0 alone would let a NaN through.
       const int known = u.segment.visible + u.segment.rows - 1 - p * kBlockTokens;
       if (known < kBlockTokens) {
         for (int i = lane; i < (kBlockTokens - max(known, 0)) * kChunks; i += 32)
-          *reinterpret_cast<int4*>(shared + (values - shared_address(shared)) + (max(known, 0) * kChunks + i) * 16) = int4{};
+          *reinterpret_cast<int4*>(shared + (values - shared_address(shared)) +
+                                   (max(known, 0) * kChunks + i) * 16) = int4{};
         __syncwarp();
       }
       const int value_row = lane % 16;
 #pragma unroll
       for (int d = 0; d < D / 16; ++d) {
         uint32_t b[4];
-        ldmatrix_transposed(b, values + (value_row * kChunks + ((d * 2 + lane / 16) ^ (value_row & 7))) * 16);
+        ldmatrix_transposed(
+            b, values + (value_row * kChunks + ((d * 2 + lane / 16) ^ (value_row & 7))) * 16);
 #pragma unroll
         for (int i = 0; i < 2; ++i)
 #pragma unroll
@@ -280,7 +305,8 @@ __global__ void __launch_bounds__(kThreads, 2) attention_kernel(Attention a) {
       stage = (stage + 1) % kStages;
     }
 
-    // Each warp's part into shared memory, scaled to its own maximum; then all threads add the four, in order.
+    // Each warp's part into shared memory, scaled to its own maximum; then all threads add the
+    // four, in order.
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       sum[i] += __shfl_xor_sync(~0u, sum[i], 1);
@@ -294,8 +320,8 @@ __global__ void __launch_bounds__(kThreads, 2) attention_kernel(Attention a) {
     for (int n = 0; n < D / 8; ++n)
 #pragma unroll
       for (int i = 0; i < 2; ++i)
-        *reinterpret_cast<float2*>(parts + (warp * kLaneTile + lane / 4 + 8 * i) * kPartRow + n * 8 + lane % 4 * 2) = {o[n][2 * i],
-                                                                                                                     o[n][2 * i + 1]};
+        *reinterpret_cast<float2*>(parts + (warp * kLaneTile + lane / 4 + 8 * i) * kPartRow +
+                                   n * 8 + lane % 4 * 2) = {o[n][2 * i], o[n][2 * i + 1]};
     __syncthreads();
     float* mine = a.partials + static_cast<int64_t>(unit) * (2 + D) * kLaneTile;
 #pragma unroll 2
@@ -306,7 +332,8 @@ __global__ void __launch_bounds__(kThreads, 2) attention_kernel(Attention a) {
       for (int w = 0; w < kWarps; ++w) all = fmaxf(all, tops[w * kLaneTile + l]);
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) {
-        const float weight = tops[w * kLaneTile + l] == -INFINITY ? 0.0f : exp2f(tops[w * kLaneTile + l] - all);
+        const float weight =
+            tops[w * kLaneTile + l] == -INFINITY ? 0.0f : exp2f(tops[w * kLaneTile + l] - all);
         value += parts[(w * kLaneTile + l) * kPartRow + i % D] * weight;
         total += sums[w * kLaneTile + l] * weight;
       }
@@ -323,7 +350,8 @@ __global__ void __launch_bounds__(kThreads, 2) attention_kernel(Attention a) {
     __syncthreads();  // also: the shared memory may be written again
     if (u.split.count == 1) continue;
     const int per_split = a.heads.num_kv_heads * a.max_lane_tiles;
-    const int first = unit - u.split.index * per_split;  // the segment's first split, same head and tile
+    const int first =
+        unit - u.split.index * per_split;  // the segment's first split, same head and tile
     if (threadIdx.x == 0) {
       last = arrive(&a.arrivals[first]) == u.split.count - 1;
       if (last) a.arrivals[first] = 0;
@@ -354,7 +382,9 @@ void launch(const Attention& a, cudaStream_t stream) {
 
 }  // namespace
 
-int64_t attention_partial_floats(int head_dim) { return static_cast<int64_t>(2 + head_dim) * kLaneTile; }
+int64_t attention_partial_floats(int head_dim) {
+  return static_cast<int64_t>(2 + head_dim) * kLaneTile;
+}
 int attention_ctas_per_sm() { return 2; }
 
 void attention(const Attention& a, cudaStream_t stream) {

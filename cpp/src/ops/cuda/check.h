@@ -14,7 +14,8 @@ inline void check(cudaError_t error, const char* what) {
 }
 
 [[noreturn]] inline void refuse(const char* field, long long value, const char* rule) {
-  throw std::invalid_argument(std::string(field) + " = " + std::to_string(value) + ": must be " + rule);
+  throw std::invalid_argument(std::string(field) + " = " + std::to_string(value) + ": must be " +
+                              rule);
 }
 
 }  // namespace oasis::cuda

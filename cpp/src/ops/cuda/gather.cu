@@ -1,9 +1,11 @@
 // Block-heads from pinned host memory into their slots.
 //
-// Grid: num_ctas of one warp. One thread moves runs by cp.async.bulk: host-mapped source -> shared memory -> device, kStages runs of at
-// most kRun bytes in flight. Few SMs feed the link, so that the foreground keeps the others.
+// Grid: num_ctas of one warp. One thread moves runs by cp.async.bulk: host-mapped source -> shared
+// memory -> device, kStages runs of at most kRun bytes in flight. Few SMs feed the link, so that
+// the foreground keeps the others.
 //
-// Bytes: each block-head once over the link. Floor: those bytes / what a pinned copy of the same size reaches; about 21 GB/s a CTA.
+// Bytes: each block-head once over the link. Floor: those bytes / what a pinned copy of the same
+// size reaches; about 21 GB/s a CTA.
 #include "ops/cuda/check.h"
 #include "ops/cuda/ops.h"
 #include "ops/cuda/types.cuh"
@@ -22,7 +24,8 @@ __device__ void wait(uint32_t barrier, uint32_t phase) {
       : "memory");
 }
 
-__global__ void __launch_bounds__(32) gather_kernel(const Copy* copies, const int32_t* num_copies, int bytes) {
+__global__ void __launch_bounds__(32)
+    gather_kernel(const Copy* copies, const int32_t* num_copies, int bytes) {
   extern __shared__ __align__(128) char stages[];
   __shared__ alignas(8) uint64_t barriers[kStages];
   if (threadIdx.x != 0) return;
@@ -33,7 +36,8 @@ __global__ void __launch_bounds__(32) gather_kernel(const Copy* copies, const in
 
   const int run = bytes < kRun ? bytes : kRun, runs_each = bytes / run;
   const int64_t total = static_cast<int64_t>(*num_copies) * runs_each;
-  const int64_t mine = (total - blockIdx.x + gridDim.x - 1) / gridDim.x;  // runs blockIdx.x, + gridDim.x, ...
+  const int64_t mine =
+      (total - blockIdx.x + gridDim.x - 1) / gridDim.x;  // runs blockIdx.x, + gridDim.x, ...
   auto at = [&](int64_t i, const char*& from, char*& to) {
     const int64_t r = blockIdx.x + i * gridDim.x;
     const Copy c = copies[r / runs_each];
@@ -46,12 +50,17 @@ __global__ void __launch_bounds__(32) gather_kernel(const Copy* copies, const in
     char* to;
     at(i, from, to);
     const int s = static_cast<int>(i % kStages);
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier0 + 8 * s), "r"(run) : "memory");
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(stage0 + s * kRun),
-                 "l"(from), "r"(run), "r"(barrier0 + 8 * s)
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier0 + 8 * s),
+                 "r"(run)
                  : "memory");
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+            "r"(stage0 + s * kRun),
+        "l"(from), "r"(run), "r"(barrier0 + 8 * s)
+        : "memory");
   };
-  // A stage is fetched into again once the store that read it has: half of the stages are being read, half written.
+  // A stage is fetched into again once the store that read it has: half of the stages are being
+  // read, half written.
   constexpr int kAhead = kStages / 2;
   for (int64_t i = 0; i < kAhead && i < mine; ++i) fetch(i);
   for (int64_t i = 0; i < mine; ++i) {
@@ -59,8 +68,8 @@ __global__ void __launch_bounds__(32) gather_kernel(const Copy* copies, const in
     const char* from;
     char* to;
     at(i, from, to);
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(stage0 + static_cast<uint32_t>(i % kStages) * kRun),
-                 "r"(run)
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
+                 "r"(stage0 + static_cast<uint32_t>(i % kStages) * kRun), "r"(run)
                  : "memory");
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
     if (i + kAhead < mine) {
@@ -73,9 +82,12 @@ __global__ void __launch_bounds__(32) gather_kernel(const Copy* copies, const in
 
 }  // namespace
 
-void gather(const Copy* copies, const int32_t* num_copies, int bytes, int num_ctas, cudaStream_t stream) {
-  if (bytes % 16 || (bytes > kRun && bytes % kRun)) refuse("gather: bytes", bytes, "a multiple of 16, and of 8192 above that");
-  static const cudaError_t allowed = cudaFuncSetAttribute(gather_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kStages * kRun);
+void gather(const Copy* copies, const int32_t* num_copies, int bytes, int num_ctas,
+            cudaStream_t stream) {
+  if (bytes % 16 || (bytes > kRun && bytes % kRun))
+    refuse("gather: bytes", bytes, "a multiple of 16, and of 8192 above that");
+  static const cudaError_t allowed = cudaFuncSetAttribute(
+      gather_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kStages * kRun);
   check(allowed, "gather: shared memory");
   gather_kernel<<<num_ctas, 32, kStages * kRun, stream>>>(copies, num_copies, bytes);
   check(cudaGetLastError(), "gather");

@@ -1,5 +1,6 @@
-// The CUDA kernels' host entry points: raw device pointers, sizes, a stream. Each only enqueues; a launch that
-// CUDA refuses throws std::runtime_error. Layouts are those of docs/design.md, section 2, in T = dtype.
+// The CUDA kernels' host entry points: raw device pointers, sizes, a stream. Each only enqueues; a
+// launch that CUDA refuses throws std::runtime_error. Layouts are those of docs/design.md, section
+// 2, in T = dtype.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -19,13 +20,14 @@ struct Heads {
 
 // A step's rows of one request, in a device array.
 struct Segment {
-  int32_t row0, rows;        // its rows in q and out; causal among themselves
+  int32_t row0, rows;         // its rows in q and out; causal among themselves
   int32_t pages0, num_pages;  // its part of the step's page list, in reading order
-  int32_t visible;           // tokens that its first row sees
+  int32_t visible;            // tokens that its first row sees
 };
 
-// Some pages of one segment: the unit of attention's work. A segment's splits are adjacent in the list. How many pages is the caller's
-// choice (split.h); fixed runs make a row's result independent of its batch.
+// Some pages of one segment: the unit of attention's work. A segment's splits are adjacent in the
+// list. How many pages is the caller's choice (split.h); fixed runs make a row's result independent
+// of its batch.
 struct AttentionSplit {
   int32_t segment;
   int32_t page_begin, page_end;  // within the segment's list
@@ -53,12 +55,12 @@ void attention(const Attention& a, cudaStream_t stream);
 
 // A request that predicts in this step, in a device array.
 struct Predictor {
-  int32_t request;              // its row in the tables below
+  int32_t request;               // its row in the tables below
   int32_t staged0, staged_rows;  // its queries in the staging buffer
-  int32_t blocks;               // complete blocks: those that are scored
-  int32_t slots;                // of its working set; 0 for a first selection
-  int32_t scores0;              // its part of the scores: [head][lane][stride]
-  int32_t stride;               // blocks rounded up to 32
+  int32_t blocks;                // complete blocks: those that are scored
+  int32_t slots;                 // of its working set; 0 for a first selection
+  int32_t scores0;               // its part of the scores: [head][lane][stride]
+  int32_t stride;                // blocks rounded up to 32
 };
 
 // Some blocks of one predictor, from a multiple of 16: the unit of scoring's work.
@@ -70,7 +72,8 @@ struct Score {
   DType dtype;
   Heads heads;
   SummaryKind kind;
-  const void *staged, *summaries;  // staged [row][Hq][D]; summaries: one layer, [page][H][64 blocks][2][D]
+  const void *staged,
+      *summaries;  // staged [row][Hq][D]; summaries: one layer, [page][H][64 blocks][2][D]
   const Predictor* predictors;
   const int32_t* summary_pages;  // [request][summary_stride]
   int summary_stride;
@@ -96,28 +99,32 @@ struct Select {
   float* scores;
   const Predictor* predictors;
   const int32_t* num_predictors;
-  // The grid and the shared memory: a captured launch serves any number up to these. Lanes: staged rows x group.
+  // The grid and the shared memory: a captured launch serves any number up to these. Lanes: staged
+  // rows x group.
   int max_predictors, max_blocks, max_lanes;
-  int64_t step_offset;             // added to *step
+  int64_t step_offset;  // added to *step
   const int64_t* step;
   int32_t* slot_blocks;   // [request][H][top_k]: the block in each slot
   int32_t* slot_steps;    // [request][H][top_k]: when it was last selected
   int32_t* first_choice;  // [request][H][top_k]: a first selection, ascending, -1 beyond its end
   const int32_t* slot_pages;  // [request][slot_stride]
   int slot_stride;
-  const int32_t* host_units;  // [request][host_stride]; unit of block b: at b * host_step + host_offset
+  const int32_t*
+      host_units;  // [request][host_stride]; unit of block b: at b * host_step + host_offset
   int64_t host_stride;
   int host_step, host_offset;
   const void* host_base;
-  void* pool;  // one layer
-  Copy* copies;          // room for max_predictors * H * fetch_cap
-  int32_t* num_copies;   // zero; counts up
-  int64_t* stats;        // [request][4]: block-heads predicted, admitted, capped, and spare
+  void* pool;           // one layer
+  Copy* copies;         // room for max_predictors * H * fetch_cap
+  int32_t* num_copies;  // zero; counts up
+  int64_t* stats;       // [request][4]: block-heads predicted, admitted, capped, and spare
 };
 void select(const Select& s, cudaStream_t stream);
 
-// Moves block-heads of `bytes` each over the link: `num_ctas` single-warp CTAs, bulk copies through shared memory.
-void gather(const Copy* copies, const int32_t* num_copies, int bytes, int num_ctas, cudaStream_t stream);
+// Moves block-heads of `bytes` each over the link: `num_ctas` single-warp CTAs, bulk copies through
+// shared memory.
+void gather(const Copy* copies, const int32_t* num_copies, int bytes, int num_ctas,
+            cudaStream_t stream);
 
 // A row of the step, in a device array.
 struct Row {
@@ -131,7 +138,7 @@ struct Append {
   Heads heads;
   const void* qkv;  // [row][(Hq + 2 H) * D], before RoPE
   const Row* rows;
-  const float *cos, *sin;         // [position][D / 2]
+  const float *cos, *sin;       // [position][D / 2]
   const void *q_norm, *k_norm;  // [D] weights of a norm a head, or null
   float norm_eps;
   void *q, *staged, *pool;  // q [row][Hq][D]; pool: one layer
@@ -178,6 +185,14 @@ struct WriteThrough {
   void* host_base;
 };
 void write_through(const WriteThrough& w, int num_ctas, cudaStream_t stream);
+
+// residual += x, rounded to dtype (or left alone: null), then y = residual / rms(residual) *
+// weight; [row][dim] each.
+void add_rms_norm(DType dtype, const void* x, void* residual, const void* weight, void* y,
+                  int64_t rows, int dim, float eps, cudaStream_t stream);
+// gate_up [row][2 * inter], gate first -> y [row][inter] = silu(gate) * up
+void silu_mul(DType dtype, const void* gate_up, void* y, int64_t rows, int inter,
+              cudaStream_t stream);
 
 // Reads `bytes` once; `out` is one int, which it hardly ever writes.
 void read(const void* from, int64_t bytes, int* out, int num_ctas, cudaStream_t stream);

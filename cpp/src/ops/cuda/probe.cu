@@ -12,10 +12,12 @@ constexpr int kThreads = 512, kUnroll = 4;
 __global__ void __launch_bounds__(kThreads) read_kernel(const int4* from, int64_t count, int* out) {
   int4 x{};
   const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < count; i += kUnroll * step) {
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < count;
+       i += kUnroll * step) {
     int4 y[kUnroll];
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) y[u] = i + u * step < count ? __ldcs(from + i + u * step) : int4{};
+    for (int u = 0; u < kUnroll; ++u)
+      y[u] = i + u * step < count ? __ldcs(from + i + u * step) : int4{};
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       x.x ^= y[u].x;

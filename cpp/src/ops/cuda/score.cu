@@ -1,10 +1,12 @@
 // Scores of all complete blocks for the queries that predict.
 //
-// Grid: num_ctas, each looping over the units (split, KV head, lane tile). Four warps; warp w takes 16 blocks at a time and
-// keeps kStages of such pieces in flight by itself, across the ends of units. A score is one product of [f(q), g(q)] with a block's two
-// vectors: mean_std q.mean + |q|.std, minmax q+.max + q-.min, halves the larger of q.first and q.second.
+// Grid: num_ctas, each looping over the units (split, KV head, lane tile). Four warps; warp w takes
+// 16 blocks at a time and keeps kStages of such pieces in flight by itself, across the ends of
+// units. A score is one product of [f(q), g(q)] with a block's two vectors: mean_std q.mean +
+// |q|.std, minmax q+.max + q-.min, halves the larger of q.first and q.second.
 //
-// Bytes: each summary once a lane tile (4 D bytes in 16 bit) plus 4 bytes a lane and block written. Floor: those bytes / memory bandwidth.
+// Bytes: each summary once a lane tile (4 D bytes in 16 bit) plus 4 bytes a lane and block written.
+// Floor: those bytes / memory bandwidth.
 #include "ops/cuda/check.h"
 #include "ops/cuda/ops.h"
 #include "ops/cuda/types.cuh"
@@ -54,7 +56,8 @@ __device__ void settle(const Score& s, Cursor& c, int units, int warp) {
     c.block = u.split.block_begin + warp * kPiece;
     c.end = u.split.block_end;
     c.table = s.summary_pages + static_cast<int64_t>(u.predictor.request) * s.summary_stride;
-    c.head = static_cast<const char*>(s.summaries) + static_cast<int64_t>(u.head) * kSummaryBlocks * 2 * D * sizeof(T);
+    c.head = static_cast<const char*>(s.summaries) +
+             static_cast<int64_t>(u.head) * kSummaryBlocks * 2 * D * sizeof(T);
   }
   c.id = c.table[c.block / kSummaryBlocks];
 }
@@ -63,14 +66,17 @@ __device__ void settle(const Score& s, Cursor& c, int units, int warp) {
 template <class T, int D>
 __device__ void load_piece(const Score& s, const Cursor& c, int units, uint32_t stage, int lane) {
   if (c.unit < units) {
-    const char* from = c.head + (static_cast<int64_t>(c.id) * s.heads.num_kv_heads * kSummaryBlocks + c.block % kSummaryBlocks) * 2 *
-                                    D * sizeof(T);
+    const char* from =
+        c.head + (static_cast<int64_t>(c.id) * s.heads.num_kv_heads * kSummaryBlocks +
+                  c.block % kSummaryBlocks) *
+                     2 * D * sizeof(T);
     constexpr int kChunks = D * sizeof(T) / 16;
     const int rows = 2 * min(kPiece, c.end - c.block);
 #pragma unroll
     for (int i = lane; i < 2 * kPiece * kChunks; i += 32) {
       const int row = i / kChunks, chunk = i % kChunks;
-      if (row < rows) copy_async(stage + (row * kChunks + (chunk ^ (row / 2 & 7))) * 16, from + i * 16);
+      if (row < rows)
+        copy_async(stage + (row * kChunks + (chunk ^ (row / 2 & 7))) * 16, from + i * 16);
     }
   }
   commit_copies();
@@ -84,7 +90,8 @@ __device__ uint32_t factor(uint32_t q, SummaryKind kind, int half) {
   for (int i = 0; i < 2; ++i) {
     const float v = Element<T>::to_float(x[i]);
     if (kind == SummaryKind::kMeanStd) f[i] = half == 0 ? v : fabsf(v);
-    if (kind == SummaryKind::kMinMax) f[i] = half == 0 ? (v < 0.0f ? 0.0f : v) : (v > 0.0f ? 0.0f : v);
+    if (kind == SummaryKind::kMinMax)
+      f[i] = half == 0 ? (v < 0.0f ? 0.0f : v) : (v > 0.0f ? 0.0f : v);
     if (kind == SummaryKind::kHalves) f[i] = v;
   }
   return Element<T>::pack(f[0], f[1]);
@@ -101,7 +108,8 @@ __global__ void __launch_bounds__(kThreads, 3) score_kernel(Score s) {
   const int hq = s.heads.num_kv_heads * s.heads.group;
   const bool halves = s.kind == SummaryKind::kHalves;
 
-  Cursor load{static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x), 0, 0, nullptr, nullptr, 0};
+  Cursor load{
+      static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x), 0, 0, nullptr, nullptr, 0};
   settle<T, D>(s, load, units, warp);
   for (int i = 0; i < kStages; ++i) {
     load_piece<T, D>(s, load, units, stage0 + i * kStageBytes, lane);
@@ -117,7 +125,8 @@ __global__ void __launch_bounds__(kThreads, 3) score_kernel(Score s) {
     const T* rows[2];
     for (int i = 0; i < 2; ++i) {
       const int l = u.tile * kLaneTile + min(lane / 4 + 8 * i, lanes - 1);
-      const int row = u.predictor.staged0 + l / s.heads.group, head = u.head * s.heads.group + l % s.heads.group;
+      const int row = u.predictor.staged0 + l / s.heads.group,
+                head = u.head * s.heads.group + l % s.heads.group;
       rows[i] = static_cast<const T*>(s.staged) + (static_cast<int64_t>(row) * hq + head) * D;
     }
     uint32_t q[kSteps][4];
@@ -125,11 +134,14 @@ __global__ void __launch_bounds__(kThreads, 3) score_kernel(Score s) {
     for (int k = 0; k < kSteps; ++k)
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        q[k][i] = *reinterpret_cast<const uint32_t*>(rows[i % 2] + k * 16 + i / 2 * 8 + lane % 4 * 2);
-    float* scores = s.scores + u.predictor.scores0 +
-                    (static_cast<int64_t>(u.head) * all_lanes + u.tile * kLaneTile) * u.predictor.stride;
+        q[k][i] =
+            *reinterpret_cast<const uint32_t*>(rows[i % 2] + k * 16 + i / 2 * 8 + lane % 4 * 2);
+    float* scores =
+        s.scores + u.predictor.scores0 +
+        (static_cast<int64_t>(u.head) * all_lanes + u.tile * kLaneTile) * u.predictor.stride;
 
-    for (int block = u.split.block_begin + warp * kPiece; block < u.split.block_end; block += kWarps * kPiece) {
+    for (int block = u.split.block_begin + warp * kPiece; block < u.split.block_end;
+         block += kWarps * kPiece) {
       wait_copies<kStages - 1>();
       __syncwarp();
       const uint32_t piece = stage0 + stage * kStageBytes;
@@ -142,7 +154,8 @@ __global__ void __launch_bounds__(kThreads, 3) score_kernel(Score s) {
           uint32_t a[4], b[4];
 #pragma unroll
           for (int i = 0; i < 4; ++i) a[i] = factor<T>(q[k][i], s.kind, v);
-          ldmatrix(b, piece + ((2 * b_row + v) * kChunks + ((k * 2 + lane / 8 % 2) ^ (b_row & 7))) * 16);
+          ldmatrix(
+              b, piece + ((2 * b_row + v) * kChunks + ((k * 2 + lane / 8 % 2) ^ (b_row & 7))) * 16);
           const int to = halves ? v : 0;
           if (to == 0) {
             Element<T>::mma(d[0][0], a, b[0], b[1]);

@@ -1,10 +1,11 @@
 // Top-K of the scores, and what of it is fetched: the delta selection of docs/design.md, section 5.
 //
-// Grid: (KV head, predictor), one CTA each. Keys lie in shared memory, ordered so that the larger wins; ties go to the lower block. Sets
-// are bit maps over the blocks. Everything is a total order: no result depends on timing.
+// Grid: (KV head, predictor), one CTA each. Keys lie in shared memory, ordered so that the larger
+// wins; ties go to the lower block. Sets are bit maps over the blocks. Everything is a total order:
+// no result depends on timing.
 //
-// Bytes: 4 a lane and block read from L2. The floor is latency: three passes over the scores, four histograms for the four bytes of
-// the K-th largest key, and C rounds of choosing.
+// Bytes: 4 a lane and block read from L2. The floor is latency: three passes over the scores, four
+// histograms for the four bytes of the K-th largest key, and C rounds of choosing.
 #include "ops/cuda/check.h"
 #include "ops/cuda/ops.h"
 #include "ops/cuda/types.cuh"
@@ -13,7 +14,8 @@ namespace oasis::cuda {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr int64_t kStagedBytes = 100 << 10;  // two CTAs an SM; above, the scores stay where they are
+constexpr int64_t kStagedBytes = 100
+                                 << 10;  // two CTAs an SM; above, the scores stay where they are
 
 // Larger float, larger key; NaN below all. Sinks above all.
 __device__ uint32_t key_of(float x) {
@@ -42,14 +44,15 @@ __device__ void warp_min(uint64_t& value) {
 struct Shared {
   uint32_t *keys, *wanted, *resident;  // keys [blocks]; bit maps [blocks / 32]
   uint64_t *missing, *victims;         // [top_k], what is left to choose from, smallest first
-  int32_t *slots, *steps;              // [top_k], the block in each slot and when it was last selected
-  float* terms;                        // softmax_sum: [lane] maxima, [lane] sums, [warp][lane] parts
-  float* scores;                       // [lane][stride]: here if they fit, else where they came from
+  int32_t *slots, *steps;  // [top_k], the block in each slot and when it was last selected
+  float* terms;            // softmax_sum: [lane] maxima, [lane] sums, [warp][lane] parts
+  float* scores;           // [lane][stride]: here if they fit, else where they came from
 };
 
 // Everything that is read at all, at once: the latency of device memory is paid once.
 template <bool kStaged>
-__device__ void load_all(const Select& s, const Predictor& p, float* from, int lanes, int64_t row, Shared& sh) {
+__device__ void load_all(const Select& s, const Predictor& p, float* from, int lanes, int64_t row,
+                         Shared& sh) {
   if constexpr (kStaged) {
     const float4* x = reinterpret_cast<const float4*>(from);
     float4* to = reinterpret_cast<float4*>(sh.scores);
@@ -65,7 +68,8 @@ __device__ void load_all(const Select& s, const Predictor& p, float* from, int l
   __syncthreads();
 }
 
-// The terms of softmax_sum: each lane's maximum, and its powers in place of its scores with the inverse of their sum. In a fixed order.
+// The terms of softmax_sum: each lane's maximum, and its powers in place of its scores with the
+// inverse of their sum. In a fixed order.
 template <bool kStaged>
 __device__ void lane_terms(const Select& s, const Predictor& p, int lanes, const Shared& sh) {
   const float scale = 1.44269504f * rsqrtf(static_cast<float>(s.heads.head_dim));  // powers of two
@@ -122,17 +126,20 @@ __device__ uint4 combined_keys(const Select& s, const Predictor& p, int block, c
       if (s.combine == GroupCombine::kSoftmaxSum) {
         const float top = kStaged ? 0.0f : sh.terms[l], inverse = sh.terms[s.max_lanes + l];
 #pragma unroll
-        for (int k = 0; k < 4; ++k) group[k] += (kStaged ? x[k] : exp2f(x[k] * scale - top)) * inverse;
+        for (int k = 0; k < 4; ++k)
+          group[k] += (kStaged ? x[k] : exp2f(x[k] * scale - top)) * inverse;
       } else if (s.combine == GroupCombine::kSum) {
 #pragma unroll
         for (int k = 0; k < 4; ++k) group[k] += x[k];
       } else {
 #pragma unroll
-        for (int k = 0; k < 4; ++k) group[k] = group[k] > x[k] || group[k] != group[k] ? group[k] : x[k];
+        for (int k = 0; k < 4; ++k)
+          group[k] = group[k] > x[k] || group[k] != group[k] ? group[k] : x[k];
       }
     }
 #pragma unroll
-    for (int k = 0; k < 4; ++k) best[k] = best[k] > group[k] || best[k] != best[k] ? best[k] : group[k];
+    for (int k = 0; k < 4; ++k)
+      best[k] = best[k] > group[k] || best[k] != best[k] ? best[k] : group[k];
   }
   uint32_t keys[4];
 #pragma unroll
@@ -141,12 +148,14 @@ __device__ uint4 combined_keys(const Select& s, const Predictor& p, int block, c
   return {keys[0], keys[1], keys[2], keys[3]};
 }
 
-// wanted: the bit map of the top `count` blocks. Byte by byte from the top: how many keys with the bytes so far have each next byte.
+// wanted: the bit map of the top `count` blocks. Byte by byte from the top: how many keys with the
+// bytes so far have each next byte.
 __device__ void top_blocks(int n, int count, const Shared& sh, uint32_t* bins) {
   __shared__ uint32_t totals[kWarps], found[2];
   static_assert(kThreads == 256);  // a bin a thread
   const int warp = threadIdx.x / 32, in_warp = threadIdx.x % 32;
-  uint32_t bound = 0, room = count;  // at least `count` keys reach the bound; of those with its bytes so far, `room` are in
+  uint32_t bound = 0, room = count;  // at least `count` keys reach the bound; of those with its
+                                     // bytes so far, `room` are in
   bool exact = false;                // just as many reach it
   for (int shift = 24; shift >= 0 && !exact; shift -= 8) {
     bins[threadIdx.x] = 0;
@@ -179,12 +188,14 @@ __device__ void top_blocks(int n, int count, const Shared& sh, uint32_t* bins) {
     exact = found[1] >> 31;
   }
   if (exact && bound > 0) --bound;  // so that all that reach it are above
-  // Above the bound all are in; at it, the lowest blocks as long as there is room. One warp hands out what is left.
+  // Above the bound all are in; at it, the lowest blocks as long as there is room. One warp hands
+  // out what is left.
   const int words = (n + 31) / 32, lane = threadIdx.x % 32;
   for (int w = threadIdx.x / 32; w < words; w += kWarps) {
     const int i = w * 32 + lane;
     const uint32_t key = i < n ? sh.keys[i] : 0;
-    const uint32_t above = __ballot_sync(~0u, i < n && key > bound), at = __ballot_sync(~0u, i < n && key == bound);
+    const uint32_t above = __ballot_sync(~0u, i < n && key > bound),
+                   at = __ballot_sync(~0u, i < n && key == bound);
     if (lane == 0) {
       sh.wanted[w] = above;
       sh.resident[w] = at;  // borrowed
@@ -220,8 +231,10 @@ __device__ void top_blocks(int n, int count, const Shared& sh, uint32_t* bins) {
 
 __device__ bool has(const uint32_t* bits, int i) { return bits[i / 32] >> (i % 32) & 1; }
 
-// Marks what is resident, touches what is both, lists what may go and what is missing; how many are missing.
-__device__ int compare(const Predictor& p, int32_t* steps, int32_t step, const Shared& sh, int* counts) {
+// Marks what is resident, touches what is both, lists what may go and what is missing; how many are
+// missing.
+__device__ int compare(const Predictor& p, int32_t* steps, int32_t step, const Shared& sh,
+                       int* counts) {
   for (int w = threadIdx.x; w < (p.blocks + 31) / 32; w += kThreads) sh.resident[w] = 0;
   __syncthreads();
   for (int i = threadIdx.x; i < p.slots; i += kThreads) {
@@ -231,13 +244,15 @@ __device__ int compare(const Predictor& p, int32_t* steps, int32_t step, const S
       steps[i] = step;
     else  // least recently selected first, then the lower block; the slot rides along
       sh.victims[atomicAdd(&counts[0], 1)] =
-          static_cast<uint64_t>(static_cast<uint32_t>(sh.steps[i])) << 32 | static_cast<uint32_t>(block);
+          static_cast<uint64_t>(static_cast<uint32_t>(sh.steps[i])) << 32 |
+          static_cast<uint32_t>(block);
   }
   __syncthreads();
   for (int w = threadIdx.x; w < (p.blocks + 31) / 32; w += kThreads)
     for (uint32_t left = sh.wanted[w] & ~sh.resident[w]; left; left &= left - 1) {
       const int block = w * 32 + __ffs(left) - 1;  // larger key first, then the lower block
-      sh.missing[atomicAdd(&counts[1], 1)] = static_cast<uint64_t>(~sh.keys[block]) << 32 | static_cast<uint32_t>(block);
+      sh.missing[atomicAdd(&counts[1], 1)] =
+          static_cast<uint64_t>(~sh.keys[block]) << 32 | static_cast<uint32_t>(block);
     }
   __syncthreads();
   return counts[1];
@@ -265,10 +280,12 @@ __global__ void __launch_bounds__(kThreads, 4) select_kernel(Select s) {
   __shared__ int counts[3];
   if (static_cast<int>(blockIdx.y) >= *s.num_predictors) return;
   const Predictor p = s.predictors[blockIdx.y];
-  const int head = blockIdx.x, lanes = p.staged_rows * s.heads.group, max_words = (s.max_blocks + 31) / 32;
+  const int head = blockIdx.x, lanes = p.staged_rows * s.heads.group,
+            max_words = (s.max_blocks + 31) / 32;
   Shared sh;
   sh.scores = reinterpret_cast<float*>(memory);
-  sh.keys = reinterpret_cast<uint32_t*>(memory + (kStaged ? 4ll * s.max_lanes * max_words * 32 : 0));
+  sh.keys =
+      reinterpret_cast<uint32_t*>(memory + (kStaged ? 4ll * s.max_lanes * max_words * 32 : 0));
   sh.missing = reinterpret_cast<uint64_t*>(sh.keys + max_words * 32);
   sh.victims = sh.missing + s.top_k;
   sh.wanted = reinterpret_cast<uint32_t*>(sh.victims + s.top_k);
@@ -279,7 +296,8 @@ __global__ void __launch_bounds__(kThreads, 4) select_kernel(Select s) {
   if (threadIdx.x < 3) counts[threadIdx.x] = 0;
 
   const int64_t row = (static_cast<int64_t>(p.request) * s.heads.num_kv_heads + head) * s.top_k;
-  load_all<kStaged>(s, p, s.scores + p.scores0 + static_cast<int64_t>(head) * lanes * p.stride, lanes, row, sh);
+  load_all<kStaged>(s, p, s.scores + p.scores0 + static_cast<int64_t>(head) * lanes * p.stride,
+                    lanes, row, sh);
   if (s.combine == GroupCombine::kSoftmaxSum) lane_terms<kStaged>(s, p, lanes, sh);
   for (int i = threadIdx.x; 4 * i < p.blocks; i += kThreads)
     reinterpret_cast<uint4*>(sh.keys)[i] = combined_keys<kStaged>(s, p, 4 * i, sh);
@@ -312,27 +330,34 @@ __global__ void __launch_bounds__(kThreads, 4) select_kernel(Select s) {
   const int32_t step = static_cast<int32_t>(*s.step + s.step_offset);
   const int missing = compare(p, steps, step, sh, counts);
   const int admitted = min(min(missing, s.fetch_cap), counts[0]);
-  if (threadIdx.x < 32) order_front(sh.missing, missing, admitted);
-  else if (threadIdx.x < 64) order_front(sh.victims, counts[0], admitted);
+  if (threadIdx.x < 32)
+    order_front(sh.missing, missing, admitted);
+  else if (threadIdx.x < 64)
+    order_front(sh.victims, counts[0], admitted);
   __syncthreads();
   if (threadIdx.x == 0) counts[2] = atomicAdd(s.num_copies, admitted);
   __syncthreads();
   const int unit_bytes = 2 * kBlockTokens * s.heads.head_dim * s.element_bytes;
   for (int k = threadIdx.x / 32; k < admitted; k += kWarps) {
-    const int block = static_cast<int>(static_cast<uint32_t>(sh.missing[k])), old = static_cast<int>(static_cast<uint32_t>(sh.victims[k]));
+    const int block = static_cast<int>(static_cast<uint32_t>(sh.missing[k])),
+              old = static_cast<int>(static_cast<uint32_t>(sh.victims[k]));
     for (int i = threadIdx.x % 32; i < p.slots; i += 32) {
       if (sh.slots[i] != old) continue;
       blocks[i] = block;
       steps[i] = step;
-      const int64_t unit = s.host_units[p.request * s.host_stride + static_cast<int64_t>(block) * s.host_step + s.host_offset];
+      const int64_t unit = s.host_units[p.request * s.host_stride +
+                                        static_cast<int64_t>(block) * s.host_step + s.host_offset];
       const int64_t page = s.slot_pages[static_cast<int64_t>(p.request) * s.slot_stride + i];
-      s.copies[counts[2] + k] = {static_cast<const char*>(s.host_base) + (unit * s.heads.num_kv_heads + head) * unit_bytes,
-                                 static_cast<char*>(s.pool) + (page * s.heads.num_kv_heads + head) * unit_bytes};
+      s.copies[counts[2] + k] = {
+          static_cast<const char*>(s.host_base) + (unit * s.heads.num_kv_heads + head) * unit_bytes,
+          static_cast<char*>(s.pool) + (page * s.heads.num_kv_heads + head) * unit_bytes};
     }
   }
   if (threadIdx.x == 0) {
     auto add = [&](int i, int64_t n) {
-      atomicAdd(reinterpret_cast<unsigned long long*>(s.stats + static_cast<int64_t>(p.request) * 4 + i), static_cast<unsigned long long>(n));
+      atomicAdd(
+          reinterpret_cast<unsigned long long*>(s.stats + static_cast<int64_t>(p.request) * 4 + i),
+          static_cast<unsigned long long>(n));
     };
     add(0, count);
     add(1, admitted);
@@ -348,11 +373,13 @@ template <bool kStaged>
 void launch(const Select& s, int64_t bytes, cudaStream_t stream) {
   static int64_t allowed = 46 << 10;  // what needs no asking, less the static part
   if (bytes > allowed) {
-    check(cudaFuncSetAttribute(select_kernel<kStaged>, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
+    check(cudaFuncSetAttribute(select_kernel<kStaged>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               static_cast<int>(bytes)),
           "select: shared memory for max_blocks and top_k");
     allowed = bytes;
   }
-  select_kernel<kStaged><<<dim3(s.heads.num_kv_heads, s.max_predictors), kThreads, bytes, stream>>>(s);
+  select_kernel<kStaged>
+      <<<dim3(s.heads.num_kv_heads, s.max_predictors), kThreads, bytes, stream>>>(s);
   check(cudaGetLastError(), "select");
 }
 

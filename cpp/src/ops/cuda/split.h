@@ -7,9 +7,10 @@
 
 namespace oasis::cuda {
 
-// Items a split, for sequences of `lengths` items that are each worked on by `units_each` independent units (heads x lane tiles), on a grid
-// of `grid` CTAs that take one (split, unit) at a time. A split costs its items and `fixed` more. Sequences are cut evenly: one of n items
-// into ceil(n / size) splits of about equal size.
+// Items a split, for sequences of `lengths` items that are each worked on by `units_each`
+// independent units (heads x lane tiles), on a grid of `grid` CTAs that take one (split, unit) at a
+// time. A split costs its items and `fixed` more. Sequences are cut evenly: one of n items into
+// ceil(n / size) splits of about equal size.
 inline int64_t split_size(const std::vector<int64_t>& lengths, int64_t units_each, int64_t grid,
                           int64_t fixed) {
   const int64_t longest = lengths.empty() ? 1 : *std::max_element(lengths.begin(), lengths.end());
