@@ -432,6 +432,30 @@ def test_layers(dtype: str) -> None:
             assert relative_error(z, gate * gate.sigmoid() * up) < tolerance
 
 
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_linear(dtype: str) -> None:
+    torch.manual_seed(5)
+    t, tolerance, linear = DTYPES[dtype], {"float32": 2e-6, "float16": 1e-3, "bfloat16": 6e-3}[dtype], _core.cuda.Linear()
+    for rows, n, k in ((0, 64, 64), (1, 8, 16), (3, 960, 576), (64, 6144, 4096), (257, 520, 1536)):
+        x, weight, bias = (
+            torch.randn(rows, k, device="cuda").to(t),
+            torch.randn(n, k, device="cuda").to(t),
+            torch.randn(n, device="cuda").to(t),
+        )
+        for b, sms in ((None, 0), (bias, 0), (None, 100), (bias, 128)):
+            problem = (dtype, rows, n, k, sms, x.data_ptr(), weight.data_ptr(), 0 if b is None else b.data_ptr())
+            expected = x.double() @ weight.double().T + (0 if b is None else b.double())
+            for tuned in (False, True):
+                y = torch.full((rows, n), NAN, dtype=t, device="cuda")
+                if tuned and rows:
+                    assert linear.tune(*problem, y.data_ptr(), 3, stream()) > 0
+                    y.fill_(NAN)
+                linear.run(*problem, y.data_ptr(), stream())
+                torch.cuda.synchronize()
+                if rows:
+                    assert relative_error(y, expected) < tolerance
+
+
 def test_shapes_that_no_kernel_has_are_refused() -> None:
     with pytest.raises(ValueError, match=r"gather: bytes = 12"):
         _core.cuda.gather(0, 0, 12, 1, 0)

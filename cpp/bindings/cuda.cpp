@@ -7,6 +7,7 @@
 
 #include <pybind11/stl.h>
 
+#include "ops/cuda/linear.h"
 #include "ops/cuda/ops.h"
 #include "ops/cuda/split.h"
 
@@ -161,6 +162,24 @@ void bind_cuda(py::module_& m) {
   m.def("add_rms_norm", &add_rms_norm);
   m.def("silu_mul", &silu_mul);
   m.def("read", &read);
+  py::class_<cuda::Linear>(m, "Linear")
+      .def(py::init<>())
+      .def("run",
+           [](cuda::Linear& self, const std::string& dtype, int64_t rows, int64_t n, int64_t k,
+              int sms, uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t y,
+              uintptr_t stream) {
+             self.run({dtype_from(dtype), rows, n, k, bias != 0, sms}, reinterpret_cast<void*>(x),
+                      reinterpret_cast<void*>(weight), reinterpret_cast<void*>(bias),
+                      reinterpret_cast<void*>(y), reinterpret_cast<cudaStream_t>(stream));
+           })
+      .def("tune", [](cuda::Linear& self, const std::string& dtype, int64_t rows, int64_t n,
+                      int64_t k, int sms, uintptr_t x, uintptr_t weight, uintptr_t bias,
+                      uintptr_t y, int repeats, uintptr_t stream) {
+        return self.tune({dtype_from(dtype), rows, n, k, bias != 0, sms},
+                         reinterpret_cast<void*>(x), reinterpret_cast<void*>(weight),
+                         reinterpret_cast<void*>(bias), reinterpret_cast<void*>(y), repeats,
+                         reinterpret_cast<cudaStream_t>(stream));
+      });
 }
 
 }  // namespace oasis
