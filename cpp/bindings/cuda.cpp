@@ -1,6 +1,6 @@
 // The CUDA kernels one by one, for the tests and `oasiskv bench kernels`: arguments by the names of
-// their structs in ops/cuda/ops.h, arrays as device addresses. Nothing is checked here; the callers
-// in python/oasiskv/ops_cuda.py do.
+// their structs in ops/cuda/ops.h, arrays as device addresses. Nothing is checked here: a wrong
+// address or shape is the caller's fault.
 #include "bindings/cuda.h"
 
 #include <string>
@@ -80,8 +80,8 @@ void select(const py::kwargs& kwargs) {
   cuda::Select a;
   READ(heads), READ(combine), READ(top_k), READ(fetch_cap), READ(sink_blocks), READ(element_bytes),
       READ(scores), READ(predictors);
-  READ(num_predictors), READ(max_predictors), READ(max_blocks), READ(max_lanes), READ(step_offset),
-      READ(step), READ(slot_blocks), READ(slot_steps);
+  READ(num_predictors), READ(max_predictors), READ(max_blocks), READ(max_lanes), READ(step),
+      READ(slot_blocks), READ(slot_steps);
   READ(first_choice), READ(slot_pages), READ(slot_stride), READ(host_units), READ(host_stride),
       READ(host_step), READ(host_offset);
   READ(host_base), READ(pool), READ(copies), READ(num_copies), READ(stats);

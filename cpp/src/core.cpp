@@ -29,8 +29,8 @@ Core::Core(CoreConfig config, const float* cos, const float* sin)
       q_(static_cast<int64_t>(config_.max_num_tokens) * config_.num_q_heads * config_.head_dim) {}
 
 Core::~Core() {
-  if (getpid() !=
-      owner_) {  // a forked child: waiting for workers that it does not have would never end
+  if (getpid() != owner_) {
+    // A forked child: waiting for workers that it does not have would never end.
     background_.release();
     return;
   }

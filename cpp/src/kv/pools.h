@@ -43,8 +43,8 @@ class HostPool {
 
  private:
   Memory memory_;
-  std::vector<uint8_t>
-      complete_;  // bytes: the transfer worker sets some while the scheduler clears others
+  // Bytes: the transfer worker sets some while the scheduler clears others.
+  std::vector<uint8_t> complete_;
   int64_t unit_floats_, block_head_floats_;
 };
 

@@ -31,9 +31,8 @@ class SequenceKv {
   bool reserve();
   bool grow_pages(int64_t total);  // dense: pages for `total` blocks; sparse: `total` slots
   bool in_sparse() const { return sparse_; }
-  const std::vector<DevicePage>& pages() const {
-    return pages_;
-  }  // dense: by block; sparse: by slot
+  // Dense: by block; sparse: by slot.
+  const std::vector<DevicePage>& pages() const { return pages_; }
   // Sparse, and the block that settles next gets a new slot rather than another's.
   bool grows() const {
     return sparse_ && complete_blocks() > settled &&

@@ -134,7 +134,7 @@ def scoring(
         _cuda.select(
             num_kv_heads=heads, group=group, head_dim=dim, combine="softmax_sum", top_k=top_k, fetch_cap=6, sink_blocks=1, element_bytes=2,
             scores=scores.data_ptr(), predictors=predictors.data_ptr(), num_predictors=count.data_ptr(), max_predictors=batch,
-            max_blocks=blocks, max_lanes=lanes, step_offset=0, step=step.data_ptr(), slot_blocks=slot_blocks.data_ptr(),
+            max_blocks=blocks, max_lanes=lanes, step=step.data_ptr(), slot_blocks=slot_blocks.data_ptr(),
             slot_steps=slot_steps.data_ptr(),
             first_choice=first_choice.data_ptr(), slot_pages=slot_pages.data_ptr(), slot_stride=top_k, host_units=host_units.data_ptr(),
             host_stride=blocks, host_step=1, host_offset=0, host_base=0, pool=0, copies=copies.data_ptr(), num_copies=copied.data_ptr(),

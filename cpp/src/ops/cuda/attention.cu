@@ -54,7 +54,7 @@ __device__ bool idle(const Attention& a, const Unit& u) {
 }
 
 template <class T, int D>
-__device__ void settle(const Attention& a, Cursor& c, int units, int warp) {
+__device__ void find_next(const Attention& a, Cursor& c, int units, int warp) {
   while (c.page >= c.end) {
     c.unit += gridDim.x;
     if (c.unit >= units) return;
@@ -199,11 +199,11 @@ __global__ void __launch_bounds__(kThreads, 2) attention_kernel(Attention a) {
 
   Cursor load{
       static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x), 0, 0, nullptr, nullptr, 0};
-  settle<T, D>(a, load, units, warp);
+  find_next<T, D>(a, load, units, warp);
   for (int s = 0; s < kStages; ++s) {
     load_page<T, D>(a, load, units, stage0 + s * kStageBytes, lane);
     load.page += kWarps;
-    settle<T, D>(a, load, units, warp);
+    find_next<T, D>(a, load, units, warp);
   }
   int stage = 0;
   for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
@@ -301,7 +301,7 @@ __global__ void __launch_bounds__(kThreads, 2) attention_kernel(Attention a) {
       __syncwarp();  // all have read the stage
       load_page<T, D>(a, load, units, stage0 + stage * kStageBytes, lane);
       load.page += kWarps;
-      settle<T, D>(a, load, units, warp);
+      find_next<T, D>(a, load, units, warp);
       stage = (stage + 1) % kStages;
     }
 

@@ -102,7 +102,6 @@ struct Select {
   // The grid and the shared memory: a captured launch serves any number up to these. Lanes: staged
   // rows x group.
   int max_predictors, max_blocks, max_lanes;
-  int64_t step_offset;  // added to *step
   const int64_t* step;
   int32_t* slot_blocks;   // [request][H][top_k]: the block in each slot
   int32_t* slot_steps;    // [request][H][top_k]: when it was last selected

@@ -47,7 +47,7 @@ __device__ bool idle(const Score& s, const Unit& u) {
 }
 
 template <class T, int D>
-__device__ void settle(const Score& s, Cursor& c, int units, int warp) {
+__device__ void find_next(const Score& s, Cursor& c, int units, int warp) {
   while (c.block >= c.end) {
     c.unit += gridDim.x;
     if (c.unit >= units) return;
@@ -110,11 +110,11 @@ __global__ void __launch_bounds__(kThreads, 3) score_kernel(Score s) {
 
   Cursor load{
       static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x), 0, 0, nullptr, nullptr, 0};
-  settle<T, D>(s, load, units, warp);
+  find_next<T, D>(s, load, units, warp);
   for (int i = 0; i < kStages; ++i) {
     load_piece<T, D>(s, load, units, stage0 + i * kStageBytes, lane);
     load.block += kWarps * kPiece;
-    settle<T, D>(s, load, units, warp);
+    find_next<T, D>(s, load, units, warp);
   }
   int stage = 0;
   for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
@@ -186,7 +186,7 @@ __global__ void __launch_bounds__(kThreads, 3) score_kernel(Score s) {
       __syncwarp();
       load_piece<T, D>(s, load, units, stage0 + stage * kStageBytes, lane);
       load.block += kWarps * kPiece;
-      settle<T, D>(s, load, units, warp);
+      find_next<T, D>(s, load, units, warp);
       stage = (stage + 1) % kStages;
     }
   }

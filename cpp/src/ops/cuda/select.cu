@@ -327,7 +327,7 @@ __global__ void __launch_bounds__(kThreads, 4) select_kernel(Select s) {
   }
 
   int32_t *blocks = s.slot_blocks + row, *steps = s.slot_steps + row;
-  const int32_t step = static_cast<int32_t>(*s.step + s.step_offset);
+  const int32_t step = static_cast<int32_t>(*s.step);
   const int missing = compare(p, steps, step, sh, counts);
   const int admitted = min(min(missing, s.fetch_cap), counts[0]);
   if (threadIdx.x < 32)
