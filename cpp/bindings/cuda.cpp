@@ -16,12 +16,6 @@ namespace {
 
 using cuda::Heads;
 
-cuda::DType dtype_from(const std::string& text) {
-  return text == "float32"   ? cuda::DType::kFloat32
-         : text == "float16" ? cuda::DType::kFloat16
-                             : cuda::DType::kBFloat16;
-}
-
 class Arguments {
  public:
   explicit Arguments(const py::kwargs& kwargs) : kwargs_(kwargs) {}
@@ -33,7 +27,7 @@ class Arguments {
     else
       to = kwargs_[name].cast<T>();
   }
-  void read(cuda::DType& to, const char* name) const {
+  void read(DType& to, const char* name) const {
     to = dtype_from(kwargs_[name].cast<std::string>());
   }
   void read(SummaryKind& to, const char* name) const {

@@ -10,6 +10,7 @@
 #ifdef OASIS_CUDA
 #include "bindings/cuda.h"
 #endif
+#include "backend/cpu/memory.h"
 #include "core.h"
 #include "oasis/ops.h"
 
@@ -34,7 +35,7 @@ class PackedWeight {
   const int64_t n, k;
 
  private:
-  Memory data_;
+  cpu::Memory data_;
 };
 
 void linear(uintptr_t x, int64_t rows, const PackedWeight& w, uintptr_t bias, uintptr_t y) {
@@ -70,13 +71,15 @@ py::dict trace_dict(const TraceRecord& r) {
   return d;
 }
 
-py::dict stats_dict(const SequenceStats& s) {
+py::dict stats_dict(const RequestStats& stats) {
   using namespace py::literals;
+  const SequenceStats& s = stats.sequence;
+  const LookaheadStats& l = stats.lookahead;
   return py::dict("dense_steps"_a = s.dense_steps, "sparse_steps"_a = s.sparse_steps,
-                  "blocks_predicted"_a = s.predicted, "blocks_admitted"_a = s.admitted,
-                  "blocks_capped"_a = s.capped, "bytes_fetched"_a = s.bytes_fetched,
+                  "blocks_predicted"_a = l.predicted, "blocks_admitted"_a = l.admitted,
+                  "blocks_capped"_a = l.capped, "bytes_fetched"_a = l.bytes_fetched,
                   "resident_tokens_max"_a = s.resident_tokens_max, "preemptions"_a = s.preemptions,
-                  "stall_ms"_a = s.stall_ms);
+                  "stall_ms"_a = l.stall_ms);
 }
 
 py::dict usage_dict(const Usage& u) {
@@ -135,6 +138,8 @@ PYBIND11_MODULE(_core, m) {
 
   py::class_<CoreConfig>(m, "CoreConfig")
       .def(py::init<>())
+      .def_readwrite("backend", &CoreConfig::backend)
+      .def_readwrite("dtype", &CoreConfig::dtype)
       .def_readwrite("num_layers", &CoreConfig::num_layers)
       .def_readwrite("num_q_heads", &CoreConfig::num_q_heads)
       .def_readwrite("num_kv_heads", &CoreConfig::num_kv_heads)
@@ -158,8 +163,7 @@ PYBIND11_MODULE(_core, m) {
       .def_readwrite("trace", &CoreConfig::trace)
       .def_readwrite("transfer_delay_us", &CoreConfig::transfer_delay_us)
       .def_readwrite("fault_seed", &CoreConfig::fault_seed)
-      .def_property_readonly("page_bytes",
-                             [](const CoreConfig& c) { return c.page_floats() * sizeof(float); });
+      .def_property_readonly("page_bytes", [](const CoreConfig& c) { return c.page_bytes(); });
 
   py::class_<RowGroup>(m, "RowGroup")
       .def_readonly("id", &RowGroup::id)
@@ -180,14 +184,16 @@ PYBIND11_MODULE(_core, m) {
       .def("plan", &plan_groups, nogil())
       .def(
           "forward",
-          [](Core& c, int layer, uintptr_t qkv, uintptr_t y) { c.forward(layer, in(qkv), out(y)); },
+          [](Core& c, int layer, uintptr_t qkv, uintptr_t y) {
+            c.forward(layer, reinterpret_cast<const void*>(qkv), reinterpret_cast<void*>(y));
+          },
           nogil())
       .def("commit", &Core::commit)
       .def("abort_step", &Core::abort_step, nogil())
       .def("drain", &Core::drain, nogil())
       .def("stats",
            [](Core& c, RequestId id) {
-             SequenceStats s;
+             RequestStats s;
              {
                py::gil_scoped_release release;
                s = c.stats(id);

@@ -23,6 +23,19 @@ GroupCombine group_combine_from(const std::string& name) {
   throw std::invalid_argument("group_combine = '" + name + "': use softmax_sum, max or sum");
 }
 
+DType dtype_from(const std::string& name) {
+  if (name == "float32") return DType::kFloat32;
+  if (name == "float16") return DType::kFloat16;
+  if (name == "bfloat16") return DType::kBFloat16;
+  throw std::invalid_argument("dtype = '" + name + "': use float32, float16 or bfloat16");
+}
+
+int64_t CoreConfig::summary_pages_needed() const {
+  if (!sparse_enabled) return 0;
+  if (summary_pages > 0) return summary_pages;
+  return div_up(host_blocks / num_layers, kSummaryBlocks) + max_batch_size;
+}
+
 void CoreConfig::validate() const {
   need(num_layers > 0, "num_layers", num_layers, "must be at least 1");
   need(num_kv_heads > 0, "num_kv_heads", num_kv_heads, "must be at least 1");
@@ -43,8 +56,12 @@ void CoreConfig::validate() const {
        "must be in 0..15");
   need(device_pages > 0 && device_pages <= INT32_MAX, "device_pages", device_pages,
        "must be in 1..2^31-1: change device_kv_gib");
-  need(host_blocks >= num_layers && host_blocks <= INT32_MAX, "host_blocks", host_blocks,
-       "must hold one block of every layer, and be below 2^31: change host_kv_gib");
+  const bool host_needed = backend == "cpu" || sparse_enabled;
+  need(
+      (host_blocks >= num_layers || (host_blocks == 0 && !host_needed)) && host_blocks <= INT32_MAX,
+      "host_blocks", host_blocks,
+      "must hold one block of every layer, and be below 2^31: change host_kv_gib; none at all is "
+      "for dense on CUDA");
   need(summary_pages >= 0, "summary_pages", summary_pages, "must be 0 (automatic) or more");
   need(max_batch_size > 0, "max_batch_size", max_batch_size, "must be at least 1");
   need(max_num_tokens >= max_batch_size * (1 + max_draft_len), "max_num_tokens", max_num_tokens,
@@ -52,6 +69,15 @@ void CoreConfig::validate() const {
   need(max_seq_len > 0, "max_seq_len", max_seq_len, "must be at least 1");
   need(num_threads > 0, "num_threads", num_threads, "must be at least 1");
   need(transfer_delay_us >= 0, "transfer_delay_us", transfer_delay_us, "must not be negative");
+  if (backend != "cpu" && backend != "cuda")
+    throw std::invalid_argument("backend = '" + backend + "': use cpu or cuda");
+  if (dtype_from(dtype) != DType::kFloat32 && backend == "cpu")
+    throw std::invalid_argument("dtype = '" + dtype + "': the CPU backend computes in float32");
+  need(backend == "cpu" || head_dim == 64 || head_dim == 128, "head_dim", head_dim,
+       "must be 64 or 128 on CUDA");
+  need(qk_norms.empty() || static_cast<int>(qk_norms.size()) == num_layers, "qk_norms",
+       static_cast<int64_t>(qk_norms.size()), "must be one pair a layer");
+  need(gather_ctas >= 1, "gather_ctas", gather_ctas, "must be at least 1");
   summary_kind_from(summary);
   group_combine_from(group_combine);
 }

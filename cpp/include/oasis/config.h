@@ -3,6 +3,8 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "oasis/types.h"
 
@@ -11,10 +13,17 @@ namespace oasis {
 enum class SummaryKind { kMeanStd, kMinMax, kHalves };
 enum class GroupCombine { kSoftmaxSum, kMax, kSum };
 
+enum class DType { kFloat32, kFloat16, kBFloat16 };
+
 SummaryKind summary_kind_from(const std::string& name);
 GroupCombine group_combine_from(const std::string& name);
+DType dtype_from(const std::string& name);
+constexpr int element_bytes(DType t) { return t == DType::kFloat32 ? 4 : 2; }
 
 struct CoreConfig {
+  std::string backend = "cpu";    // or "cuda"
+  std::string dtype = "float32";  // of the KV cache, qkv and out; float32 on the CPU
+
   int num_layers = 0;
   int num_q_heads = 0;
   int num_kv_heads = 0;
@@ -37,17 +46,25 @@ struct CoreConfig {
   int max_num_tokens = 512;
   int64_t max_seq_len = 0;
 
+  // CUDA only.
+  std::vector<std::pair<uintptr_t, uintptr_t>> qk_norms;  // a layer's [D] weights; empty: none
+  float norm_eps = 0.0f;
+  int gather_ctas = 4;  // SMs that fetch over the link
+
   int num_threads = 1;
   bool trace = false;
   int transfer_delay_us = 0;  // fault injection: each transfer job sleeps a random time up to this
   uint64_t fault_seed = 0;
 
   int group() const { return num_q_heads / num_kv_heads; }
-  int64_t block_head_floats() const { return int64_t{2} * kBlockTokens * head_dim; }
-  int64_t page_floats() const { return block_head_floats() * num_kv_heads; }
-  int64_t summary_page_floats() const {
+  // Elements of dtype.
+  int64_t block_head_elements() const { return int64_t{2} * kBlockTokens * head_dim; }
+  int64_t page_elements() const { return block_head_elements() * num_kv_heads; }
+  int64_t summary_page_elements() const {
     return int64_t{kSummaryBlocks} * 2 * head_dim * num_kv_heads;
   }
+  int64_t page_bytes() const { return page_elements() * element_bytes(dtype_from(dtype)); }
+  int64_t summary_pages_needed() const;
 
   void validate() const;  // throws std::invalid_argument naming the field, its value and what to do
 };

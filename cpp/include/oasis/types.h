@@ -23,6 +23,7 @@ using DevicePage =
 using HostBlock = Id<struct HostBlockTag>;  // one (layer, block) unit of the host pool
 using SummaryPage =
     Id<struct SummaryPageTag>;  // the summaries of 64 consecutive blocks, the same in every layer
+using TableRow = Id<struct TableRowTag>;  // a request's row in tables by request, until it ends
 using LogicalBlock = Id<struct LogicalBlockTag>;  // a block's number within its sequence
 using Slot = Id<struct SlotTag>;                  // an index into a sparse sequence's working set
 

@@ -22,10 +22,10 @@ struct RowGroup {
   int logits_rows = 0;  // rows whose logits the caller needs: prefill's last row, or the first ones
                         // of a decode group
 
-  SequenceKv* seq = nullptr;   // its request does not end before the background is through
-  int64_t row0 = 0;            // first row in the step's packed arrays
-  std::vector<int32_t> pages;  // reading order
-  int64_t visible = 0;         // tokens that row 0 sees
+  const SequenceKv* seq = nullptr;  // released before it goes
+  int64_t row0 = 0;                 // first row in the step's packed arrays
+  std::vector<int32_t> pages;       // reading order
+  int64_t visible = 0;              // tokens that row 0 sees
   int64_t settle_from = 0, settle_to = 0;
   bool grows = false;     // sparse, and the block that settles gets a new slot
   bool predicts = false;  // sparse, or dense and selecting first
@@ -40,9 +40,6 @@ struct StepPlan {
   std::vector<RowGroup> groups;
   int64_t rows = 0;
   int64_t staged_rows = 0;
-  // First selections, [group][layer * heads + head]; written by the predictor, read after the
-  // step's background is through.
-  std::vector<std::vector<std::vector<LogicalBlock>>> first_choice;
 };
 
 }  // namespace oasis

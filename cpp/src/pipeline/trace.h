@@ -1,12 +1,23 @@
 // What a step decided for one (request, layer, head), for tests and for debugging accuracy.
 #pragma once
 
-#include <mutex>
 #include <vector>
 
-#include "lookahead/select.h"
+#include "oasis/types.h"
 
 namespace oasis {
+
+struct Admission {
+  LogicalBlock block;
+  Slot slot;
+  LogicalBlock evicted;
+};
+
+struct Selection {
+  std::vector<LogicalBlock> predicted;  // in rank order
+  std::vector<Admission> admitted;      // in rank order
+  int64_t capped = 0;
+};
 
 struct TraceRecord {
   int64_t step = 0;
@@ -20,22 +31,6 @@ struct TraceRecord {
   // Block of each slot, after the selection; empty for a first selection.
   std::vector<LogicalBlock> map;
   std::vector<int64_t> last_selected;
-};
-
-class Trace {
- public:
-  void add(TraceRecord r) {
-    std::lock_guard lock(mutex_);
-    records_.push_back(std::move(r));
-  }
-  std::vector<TraceRecord> take() {
-    std::lock_guard lock(mutex_);
-    return std::exchange(records_, {});
-  }
-
- private:
-  std::mutex mutex_;
-  std::vector<TraceRecord> records_;
 };
 
 }  // namespace oasis

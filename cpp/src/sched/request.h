@@ -11,12 +11,11 @@ namespace oasis {
 
 enum class RequestState { kWaiting, kPrefill, kDecode, kPreempted };
 
-// What a dense request selected first, until it has the pages to turn sparse. A preemption in
-// between must not change it.
+// That a dense request has selected first, until it has the pages to turn sparse: which blocks, the
+// backend knows. A preemption in between must not change it.
 struct FirstChoice {
-  std::vector<std::vector<LogicalBlock>> blocks;  // [layer * heads + head]
-  int64_t complete = 0;                           // blocks there were to choose from
-  int64_t step = 0;                               // the selecting step
+  int64_t complete = 0;  // blocks there were to choose from
+  int64_t step = 0;      // the selecting step
 };
 
 struct Request {
@@ -27,8 +26,7 @@ struct Request {
   RequestState resume_to = RequestState::kPrefill;
   // Known tokens: the prompt and what was generated; KV exists for seq->committed of them.
   int64_t tokens = 0;
-  int64_t last_step = 0;  // the last step that names it
-  bool grows = false;     // in the step at hand, a settled block gets a new slot
+  bool grows = false;  // in the step at hand, a settled block gets a new slot
   std::optional<FirstChoice> first_choice;
   std::unique_ptr<SequenceKv> seq;
 

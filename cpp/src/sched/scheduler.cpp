@@ -5,8 +5,8 @@
 
 namespace oasis {
 
-Scheduler::Scheduler(const CoreConfig& config, Pools& pools, Background& background)
-    : config_(config), pools_(pools), background_(background) {}
+Scheduler::Scheduler(const CoreConfig& config, Pools& pools, Backend& backend)
+    : config_(config), pools_(pools), backend_(backend) {}
 
 // The device pages a request needs at its widest, running alone (docs/design.md, section 3).
 int64_t Scheduler::pages_alone(int64_t prompt_tokens, int64_t max_new_tokens) const {
@@ -37,14 +37,14 @@ void Scheduler::check(int64_t prompt_tokens, int64_t max_new_tokens) const {
                         " device pages, the pool has " + std::to_string(config_.device_pages) +
                         ": raise device_kv_gib or shorten the prompt");
   const int64_t host = blocks_for(max_tokens) * config_.num_layers;
-  if (host > config_.host_blocks)
+  if (config_.host_blocks > 0 && host > config_.host_blocks)
     throw CapacityError(what + " needs " + std::to_string(host) + " host blocks, the pool has " +
                         std::to_string(config_.host_blocks) +
                         ": raise host_kv_gib or lower max_tokens");
   if (config_.sparse_enabled &&
-      div_up(blocks_for(max_tokens), kSummaryBlocks) > pools_.summary.ids.size())
+      div_up(blocks_for(max_tokens), kSummaryBlocks) > pools_.summary.size())
     throw CapacityError(what + " needs more summary pages than the pool has (" +
-                        std::to_string(pools_.summary.ids.size()) + "): raise summary_pages");
+                        std::to_string(pools_.summary.size()) + "): raise summary_pages");
 }
 
 void Scheduler::submit(RequestId id, int64_t prompt_tokens, int64_t max_new_tokens) {
@@ -63,7 +63,7 @@ bool Scheduler::end(RequestId id) {
   const auto at =
       std::find_if(requests_.begin(), requests_.end(), [&](const auto& r) { return r->id == id; });
   if (at == requests_.end()) return false;
-  background_.wait_done((*at)->last_step);
+  if ((*at)->seq) backend_.release(*(*at)->seq);
   requests_.erase(at);
   return true;
 }
@@ -104,8 +104,9 @@ int64_t Scheduler::decode_pages(const Request& r, int rows) const {
 }
 
 void Scheduler::preempt(Request& r) {
-  background_.wait_step(r.last_step);
-  r.seq->save_to_host();
+  backend_.save(*r.seq);
+  r.seq->give_back_pages();
+  ++r.seq->stats.preemptions;
   r.resume_to = r.state;
   r.state = RequestState::kPreempted;
 }
@@ -122,25 +123,13 @@ bool Scheduler::make_room(Request& r, int64_t total_pages) {
   return true;
 }
 
-void Scheduler::take_first_choices() {
-  for (size_t i = 0; last_plan_ && i < last_plan_->groups.size(); ++i) {
-    const RowGroup& g = last_plan_->groups[i];
-    if (!g.predicts || g.kind != RowKind::kDense) continue;
-    Request* r = find(g.id);
-    if (!r) continue;  // it has ended
-    background_.wait_step(last_plan_->step);
-    r->first_choice =
-        FirstChoice{std::move(last_plan_->first_choice[i]), g.settle_to, last_plan_->step};
-  }
-  last_plan_.reset();
-}
-
 void Scheduler::turn_sparse() {
   for (const auto& r : requests_) {
     if (!r->first_choice || r->state != RequestState::kDecode) continue;
-    FirstChoice& first = *r->first_choice;
+    const FirstChoice& first = *r->first_choice;
     if (!make_room(*r, first.complete + 2)) continue;  // preempted: after it resumes
-    r->seq->sparsify(first.blocks, first.complete, first.step);
+    backend_.sparsify(*r->seq, first.complete, first.step);
+    r->seq->turn_sparse(first.complete);
     r->first_choice.reset();
   }
 }
@@ -148,15 +137,17 @@ void Scheduler::turn_sparse() {
 // Whether a page for each running request is left after taking `pages`: else their next ones would
 // preempt the newcomer at once.
 bool Scheduler::leaves_room(int64_t pages) const {
-  return pools_.device.ids.free_count() >= pages + running();
+  return pools_.device.free_count() >= pages + running();
 }
 
 void Scheduler::resume_one() {
   for (const auto& r : requests_) {
     if (r->state != RequestState::kPreempted) continue;
     if (running() < config_.max_batch_size && leaves_room(r->seq->pages_to_restore()) &&
-        r->seq->restore_from_host())
+        r->seq->take_pages_back()) {
+      backend_.restore(*r->seq);
       r->state = r->resume_to;
+    }
     return;  // oldest first: a younger one must not overtake it
   }
 }
@@ -166,10 +157,12 @@ void Scheduler::admit() {
   for (const auto& r : requests_) {
     if (r->state != RequestState::kWaiting) continue;
     if (running() >= config_.max_batch_size) return;
-    if (!leaves_room(blocks_for(r->prompt_tokens))) return;
+    // Without a host tier nothing can be preempted, so that all pages are reserved at once.
+    const int64_t pages = blocks_for(config_.host_blocks > 0 ? r->prompt_tokens : r->max_tokens());
+    if (!leaves_room(pages)) return;
     auto seq = std::make_unique<SequenceKv>(config_, pools_, r->max_tokens());
-    if (!seq->reserve()) return;
-    seq->grow_pages(blocks_for(r->prompt_tokens));
+    if (!seq->reserve(pages)) return;
+    backend_.admit(*seq);
     r->seq = std::move(seq);
     r->state = RequestState::kPrefill;
   }
@@ -179,7 +172,6 @@ void Scheduler::admit() {
 // resumed later, or were preempted after it drafted, would draft differently from one that is
 // alone.
 std::vector<std::pair<RequestId, int>> Scheduler::begin_step() {
-  take_first_choices();
   resume_one();
   turn_sparse();
   begun_ = true;
@@ -209,13 +201,7 @@ std::shared_ptr<StepPlan> Scheduler::plan(const std::map<RequestId, int>& drafts
     if (r->state == RequestState::kPrefill && plan->rows < config_.max_num_tokens)
       add_prefill(*plan, *r);
   if (plan->groups.empty()) return nullptr;
-  plan->first_choice.resize(plan->groups.size());
-  for (size_t i = 0; i < plan->groups.size(); ++i)
-    if (plan->groups[i].predicts && plan->groups[i].kind == RowKind::kDense)
-      plan->first_choice[i].resize(static_cast<size_t>(config_.num_layers) * config_.num_kv_heads);
-  for (const RowGroup& g : plan->groups) find(g.id)->last_step = plan->step;
   step_ = plan->step;
-  last_plan_ = plan;
   return plan;
 }
 
@@ -283,7 +269,10 @@ void Scheduler::commit(const StepPlan& plan, const std::map<RequestId, int>& new
       continue;
     }
     SequenceStats& s = r.seq->stats;
-    if (g.kind == RowKind::kDense) ++s.dense_steps;
+    if (g.kind == RowKind::kDense) {
+      ++s.dense_steps;
+      if (g.predicts) r.first_choice = {g.settle_to, plan.step};
+    }
     if (g.kind == RowKind::kSparse) {
       ++s.sparse_steps;
       s.resident_tokens_max = std::max(s.resident_tokens_max, g.visible + g.rows - 1);

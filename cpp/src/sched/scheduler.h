@@ -8,21 +8,20 @@
 #include <optional>
 #include <vector>
 
-#include "pipeline/background.h"
-#include "pipeline/step_plan.h"
+#include "pipeline/backend.h"
 #include "sched/request.h"
 
 namespace oasis {
 
 class Scheduler {
  public:
-  Scheduler(const CoreConfig& config, Pools& pools, Background& background);
+  Scheduler(const CoreConfig& config, Pools& pools, Backend& backend);
 
   // Throws CapacityError for what could never run here, even alone. Reads sizes only: any thread
   // may call it.
   void check(int64_t prompt_tokens, int64_t max_new_tokens) const;
   void submit(RequestId id, int64_t prompt_tokens, int64_t max_new_tokens);
-  bool end(RequestId id);  // waits until the background has let go of it; false if unknown
+  bool end(RequestId id);  // false if unknown
   // Settles who decodes in the next step (one resumes, some turn sparse); how many draft rows each
   // of them may use.
   std::vector<std::pair<RequestId, int>> begin_step();
@@ -31,7 +30,6 @@ class Scheduler {
   std::shared_ptr<StepPlan> plan(const std::map<RequestId, int>& drafts);
   // The step is over: how many tokens each group with logits yielded.
   void commit(const StepPlan& plan, const std::map<RequestId, int>& new_tokens);
-  void drain() { background_.wait_step(step_); }
 
   Request* find(RequestId id);
   int64_t count(RequestState state) const;
@@ -41,7 +39,6 @@ class Scheduler {
   int draft_rows(const Request& r) const;
   int64_t decode_pages(const Request& r, int rows) const;
   bool selects_first(const Request& r) const;
-  void take_first_choices();
   void turn_sparse();
   void resume_one();
   void admit();
@@ -55,10 +52,9 @@ class Scheduler {
 
   const CoreConfig& config_;
   Pools& pools_;
-  Background& background_;
+  Backend& backend_;
   std::deque<std::unique_ptr<Request>> requests_;  // oldest first
   int64_t step_ = 0;
-  std::shared_ptr<StepPlan> last_plan_;
   bool begun_ = false;  // begin_step() without its plan()
 };
 

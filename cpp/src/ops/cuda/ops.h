@@ -11,8 +11,6 @@
 
 namespace oasis::cuda {
 
-enum class DType { kFloat32, kFloat16, kBFloat16 };
-
 // The shape of one layer's heads.
 struct Heads {
   int num_kv_heads, group, head_dim;

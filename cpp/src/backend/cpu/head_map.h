@@ -5,7 +5,7 @@
 
 #include "oasis/types.h"
 
-namespace oasis {
+namespace oasis::cpu {
 
 class HeadMap {
  public:
@@ -59,4 +59,4 @@ class HeadMap {
   std::vector<Slot> slot_of_;
 };
 
-}  // namespace oasis
+}  // namespace oasis::cpu

@@ -4,7 +4,7 @@
 #include <condition_variable>
 #include <mutex>
 
-namespace oasis {
+namespace oasis::cpu {
 
 class StepEvent {
  public:
@@ -27,4 +27,4 @@ class StepEvent {
   int64_t step_ = 0;
 };
 
-}  // namespace oasis
+}  // namespace oasis::cpu

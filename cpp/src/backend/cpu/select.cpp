@@ -1,11 +1,11 @@
-#include "lookahead/select.h"
+#include "backend/cpu/select.h"
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
 #include <numeric>
 
-namespace oasis {
+namespace oasis::cpu {
 namespace {
 
 // NaN wins whichever side it is on: a block with one broken score ranks last, whatever the order of
@@ -22,22 +22,22 @@ Scorer::Scorer(const CoreConfig& config, const Ops& ops)
       head_dim_(config.head_dim),
       sink_blocks_(config.sink_blocks) {}
 
-void Scorer::score_query(const SequenceKv& seq, int layer, int head, int64_t blocks, const float* q,
-                         float* out) const {
-  for (int64_t b = 0; b < blocks; b += kSummaryBlocks)
-    ops_.score(kind_, q, seq.summary(layer, head, LogicalBlock(b)),
-               std::min<int64_t>(kSummaryBlocks, blocks - b), head_dim_, out + b);
+void Scorer::score_query(const HeadSummaries& s, const float* q, float* out) const {
+  for (int64_t b = 0; b < s.blocks; b += kSummaryBlocks)
+    ops_.score(kind_, q, s.tier.entry(s.layer, s.pages, s.head, LogicalBlock(b)),
+               std::min<int64_t>(kSummaryBlocks, s.blocks - b), head_dim_, out + b);
 }
 
-const std::vector<float>& Scorer::score(const SequenceKv& seq, int layer, int head, int64_t blocks,
-                                        const float* queries, int rows, int64_t q_stride) {
+const std::vector<float>& Scorer::score(const HeadSummaries& summaries, const float* queries,
+                                        int rows, int64_t q_stride) {
+  const int64_t blocks = summaries.blocks;
   query_.resize(blocks);
   row_.resize(blocks);
   total_.resize(blocks);
   for (int r = 0; r < rows; ++r) {
     for (int g = 0; g < group_; ++g) {
-      score_query(seq, layer, head, blocks,
-                  queries + r * q_stride + static_cast<int64_t>(g) * head_dim_, query_.data());
+      score_query(summaries, queries + r * q_stride + static_cast<int64_t>(g) * head_dim_,
+                  query_.data());
       if (combine_ == GroupCombine::kSoftmaxSum)
         ops_.softmax(query_.data(), blocks, 1.0f / std::sqrt(static_cast<float>(head_dim_)));
       for (int64_t b = 0; b < blocks; ++b) {
@@ -104,4 +104,4 @@ Selection select(HeadMap& map, std::vector<LogicalBlock> predicted, int64_t cap,
   return out;
 }
 
-}  // namespace oasis
+}  // namespace oasis::cpu

@@ -7,13 +7,14 @@
 #include <random>
 #include <vector>
 
-#include "lookahead/select.h"
-#include "pipeline/event.h"
+#include "backend/cpu/event.h"
+#include "backend/cpu/row_data.h"
+#include "backend/cpu/select.h"
+#include "backend/cpu/tiers.h"
+#include "backend/cpu/worker.h"
 #include "pipeline/step_plan.h"
-#include "pipeline/trace.h"
-#include "pipeline/worker.h"
 
-namespace oasis {
+namespace oasis::cpu {
 
 // What the foreground settled in this layer, one entry a (group, head) of a sparse sequence.
 struct Fill {
@@ -22,14 +23,14 @@ struct Fill {
 };
 
 struct LayerJob {
-  std::shared_ptr<StepPlan> plan;
+  std::shared_ptr<const StepPlan> plan;
   int layer = 0;
   std::vector<std::vector<Fill>> fills;  // [group][head], empty where nothing was filled
 };
 
 class Background {
  public:
-  Background(const CoreConfig& config, const Ops& ops, Pools& pools);
+  Background(const CoreConfig& config, const Ops& ops, Tiers& tiers, std::vector<RowData>& rows);
 
   // Where the foreground stages the queries that predict: [staged row][Hq * D]. Free to write after
   // wait_transfer(layer, step - 1).
@@ -42,7 +43,9 @@ class Background {
   // The same, whether or not a worker failed: nothing of the step touches its requests any more.
   void wait_done(int64_t step) { transferred_.back().wait(step); }
 
-  std::vector<TraceRecord> take_trace() { return trace_.take(); }
+  void wait_launched() { wait_step(launched_); }
+
+  std::vector<TraceRecord> take_trace();
 
  private:
   struct Copy {
@@ -59,9 +62,12 @@ class Background {
 
   const CoreConfig& config_;
   const Ops& ops_;
-  Pools& pools_;
+  Tiers& tiers_;
+  std::vector<RowData>& rows_;
+  int64_t launched_ = 0;  // the last step whose last layer is under way
   Scorer scorer_;
-  Trace trace_;
+  std::mutex trace_mutex_;
+  std::vector<TraceRecord> trace_;
   std::vector<std::vector<float>> staged_;
   std::vector<StepEvent> attended_, transferred_;
   std::mutex error_mutex_;
@@ -71,4 +77,4 @@ class Background {
   Worker predictor_;
 };
 
-}  // namespace oasis
+}  // namespace oasis::cpu

@@ -7,7 +7,7 @@
 #include <mutex>
 #include <thread>
 
-namespace oasis {
+namespace oasis::cpu {
 
 class Worker {
  public:
@@ -51,4 +51,4 @@ class Worker {
   std::thread thread_;  // last: it uses all of the above
 };
 
-}  // namespace oasis
+}  // namespace oasis::cpu

@@ -7,7 +7,7 @@
 #include <string>
 #include <utility>
 
-namespace oasis {
+namespace oasis::cpu {
 
 class Memory {
  public:
@@ -36,4 +36,4 @@ class Memory {
   size_t bytes_ = 0;
 };
 
-}  // namespace oasis
+}  // namespace oasis::cpu

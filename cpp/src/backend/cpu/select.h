@@ -5,35 +5,32 @@
 
 #include <vector>
 
-#include "kv/sequence.h"
+#include "backend/cpu/head_map.h"
+#include "backend/cpu/tiers.h"
 #include "oasis/ops.h"
+#include "pipeline/trace.h"
 
-namespace oasis {
+namespace oasis::cpu {
 
-struct Admission {
-  LogicalBlock block;
-  Slot slot;
-  LogicalBlock evicted;
+// One head's summaries of blocks [0, blocks) in one layer.
+struct HeadSummaries {
+  const SummaryTier& tier;
+  const std::vector<SummaryPage>& pages;
+  int layer, head;
+  int64_t blocks;
 };
 
-struct Selection {
-  std::vector<LogicalBlock> predicted;  // in rank order
-  std::vector<Admission> admitted;      // in rank order
-  int64_t capped = 0;
-};
-
-// Scores of blocks [0, blocks) for one KV head: the group combined, then the maximum over the
+// Scores of the blocks for one KV head: the group combined, then the maximum over the
 // staged rows. Sink blocks score infinitely: their few tokens hold much of the attention, which no
 // mean over a block shows. queries: [rows][q_stride], pointing at the head's first query.
 class Scorer {
  public:
   Scorer(const CoreConfig& config, const Ops& ops);
-  const std::vector<float>& score(const SequenceKv& seq, int layer, int head, int64_t blocks,
-                                  const float* queries, int rows, int64_t q_stride);
+  const std::vector<float>& score(const HeadSummaries& summaries, const float* queries, int rows,
+                                  int64_t q_stride);
 
  private:
-  void score_query(const SequenceKv& seq, int layer, int head, int64_t blocks, const float* q,
-                   float* out) const;
+  void score_query(const HeadSummaries& summaries, const float* q, float* out) const;
 
   const Ops& ops_;
   SummaryKind kind_;
@@ -48,4 +45,4 @@ std::vector<LogicalBlock> top_k(const std::vector<float>& scores, int64_t k);
 // Touches what is resident, admits at most `cap` of what is missing, and updates the map.
 Selection select(HeadMap& map, std::vector<LogicalBlock> predicted, int64_t cap, int64_t step);
 
-}  // namespace oasis
+}  // namespace oasis::cpu

@@ -1,0 +1,102 @@
+// The CUDA backend. Every call enqueues; the order of streams and events keeps them apart:
+// - foreground: what the caller's layers run on too; sparsify, save, restore and uploads.
+// - predict: score and select of each layer, after staged(layer).
+// - transfer: write-through and gather of each layer, after its selection and attended(layer).
+// The foreground waits for transferred(layer, t - 1) before it touches layer `layer` in step t, and
+// for all of step t - 1 (join) before it touches what all layers share: tables and whole requests.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "backend/cuda/host_memory.h"
+#include "backend/cuda/step_arrays.h"
+#include "backend/cuda/tables.h"
+#include "pipeline/backend.h"
+
+namespace oasis::cuda {
+
+class CudaBackend final : public Backend {
+ public:
+  // cos, sin: float32 [max_seq_len][head_dim / 2] in host memory, copied.
+  CudaBackend(const CoreConfig& config, const float* cos, const float* sin);
+  ~CudaBackend() override;
+
+  void admit(const SequenceKv& seq) override;
+  void sparsify(const SequenceKv& seq, int64_t complete, int64_t step) override;
+  void save(const SequenceKv& seq) override;
+  void restore(const SequenceKv& seq) override;
+  void release(const SequenceKv&) override {}  // whoever takes its ids comes later in the streams
+
+  void begin(std::shared_ptr<const StepPlan> plan) override;
+  void forward(int layer, const void* qkv, void* out) override;
+  void abort() override;
+
+  LookaheadStats stats(const SequenceKv& seq) override;
+  std::vector<TraceRecord> take_trace() override { return std::exchange(trace_, {}); }
+  void drain() override;
+
+  cudaStream_t foreground() const { return foreground_; }
+  const Row* rows() const { return arrays_.rows(parity_); }  // of the step at hand
+
+ private:
+  struct LayerEvents {
+    Event staged, selected, attended, transferred;
+  };
+
+  Heads heads() const { return {config_.num_kv_heads, config_.group(), config_.head_dim}; }
+  char* pool(int layer) const { return pool_.data() + layer * pool_layer_bytes_; }
+  char* summaries(int layer) const { return summaries_.data() + layer * summary_layer_bytes_; }
+  LayerEvents& events(int layer, int64_t step) { return events_[2 * layer + (step & 1)]; }
+  char* staged(int layer) const {
+    return staged_.data() + int64_t{layer} * config_.max_batch_size *
+                                std::max(1, config_.max_draft_len) * config_.num_q_heads *
+                                config_.head_dim * element_bytes_;
+  }
+  Copy* copies(int layer) const {
+    return copies_.as<Copy>() + int64_t{layer} * config_.max_batch_size * config_.num_kv_heads *
+                                    config_.fetch_cap_blocks;
+  }
+  int32_t* fill_slots(int layer) const {
+    return fill_slots_.as<int32_t>() + layer * arrays_.max_settled() * config_.num_kv_heads;
+  }
+  float* scores() const { return scores_.as<float>() + parity_ * scores_each_; }
+  bool background() const { return config_.host_blocks > 0; }  // else nothing leaves the device
+  void join();
+  void move_blocks(const SequenceKv& seq, bool to_device, int count, const int32_t* pages,
+                   const int32_t* blocks, int64_t first_block);
+  void move_open_blocks(const SequenceKv& seq, bool to_device);
+  void settle(int layer);
+  void append(int layer, const void* qkv);
+  void attend(int layer, void* out);
+  void predict(int layer);
+  void transfer(int layer);
+  void trace_step();
+
+  const CoreConfig& config_;
+  DType dtype_;
+  int element_bytes_, head_bytes_, sms_;
+  int64_t pool_layer_bytes_, summary_layer_bytes_;
+  Stream foreground_, predict_, transfer_;
+  std::vector<LayerEvents> events_;  // [layer][parity of the step]
+
+  DeviceMemory pool_, summaries_, cos_, sin_;
+  std::unique_ptr<HostMemory> host_;
+  Tables tables_;
+  StepArrays arrays_;
+  UploadRing ring_;
+  DeviceMemory q_, partials_, arrivals_, staged_, scores_, fill_slots_, copies_, num_copies_;
+  DeviceMemory moves_, num_moves_, move_pages_;
+  int64_t scores_each_ = 0;  // of a parity: two steps may be under way
+  Cutting cut_ = {};
+
+  std::shared_ptr<const StepPlan> plan_;
+  int64_t last_step_ = 0;
+  int parity_ = 0;
+  int next_layer_ = 0;
+  std::vector<TraceRecord> trace_;
+};
+
+}  // namespace oasis::cuda
