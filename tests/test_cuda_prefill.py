@@ -63,7 +63,8 @@ def run(b: Batch, segments: list[tuple[int, int, int, int, int]], out: torch.Ten
     on_device = [ints(segments), ints(tiles)]
     _core.cuda.prefill(
         dtype=b.dtype, num_kv_heads=b.heads, group=b.group, head_dim=b.dim, q=b.q.data_ptr(), pool=b.pool.data_ptr(), out=out.data_ptr(),
-        segments=on_device[0].data_ptr(), pages=b.pages.data_ptr(), tiles=on_device[1].data_ptr(), num_tiles=len(tiles), stream=stream(),
+        segments=on_device[0].data_ptr(), pages=b.pages.data_ptr(), tiles=on_device[1].data_ptr(), num_tiles=len(tiles),
+        num_pages=len(b.pool), stream=stream(),
     )  # fmt: skip
     torch.cuda.synchronize()
 
@@ -216,6 +217,6 @@ def test_refusals() -> None:
         with pytest.raises(ValueError, match="prefill"):
             run(wrong, b.segments, torch.empty_like(b.q))
     _core.cuda.prefill(  # nothing to do
-        dtype="bfloat16", num_kv_heads=1, group=1, head_dim=64, q=0, pool=0, out=0, segments=0, pages=0, tiles=0, num_tiles=0,
+        dtype="bfloat16", num_kv_heads=1, group=1, head_dim=64, q=0, pool=0, out=0, segments=0, pages=0, tiles=0, num_tiles=0, num_pages=0,
         stream=stream(),
     )  # fmt: skip

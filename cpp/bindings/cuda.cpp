@@ -73,7 +73,7 @@ void prefill(const py::kwargs& kwargs) {
   const Arguments args(kwargs);
   cuda::Prefill a;
   READ(dtype), READ(heads), READ(q), READ(pool), READ(out), READ(segments), READ(pages),
-      READ(tiles), READ(num_tiles);
+      READ(tiles), READ(num_tiles), READ(num_pages);
   cuda::prefill(a, args.stream());
 }
 

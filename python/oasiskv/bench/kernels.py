@@ -119,7 +119,7 @@ def prefill(batch: int, rows: int, visible: int, heads: int, group: int, dim: in
         _cuda.prefill(
             dtype="bfloat16", num_kv_heads=heads, group=group, head_dim=dim, q=q.data_ptr(), pool=pool.data_ptr(), out=out.data_ptr(),
             segments=segments_there.data_ptr(), pages=pages.data_ptr(), tiles=tiles_there.data_ptr(), num_tiles=len(tiles),
-            stream=_stream(),
+            num_pages=len(pool), stream=_stream(),
         )  # fmt: skip
 
     dense = pool[pages.long()].view(batch, pages_each, heads, 2, 16, dim).permute(3, 0, 2, 1, 4, 5).reshape(2, batch, heads, tokens, dim)

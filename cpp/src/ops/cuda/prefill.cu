@@ -1,39 +1,63 @@
-// Attention of prefill rows over paged KV, by mma.sync.
+// Attention of prefill rows over paged KV.
 //
-// Grid: a CTA a tile of 128 lanes; four warps of 32 lanes each, two CTAs an SM. The tile's queries
-// stay in shared memory; keys and values come in steps of 64 tokens (four pages), two stages deep.
-// Only the steps that reach past what the tile's first row sees are masked.
+// Grid: a CTA a tile of 128 lanes, one CTA an SM. A warp copies K and V, page by page, in steps of
+// 128 tokens, kStages of them deep; two warpgroups of consumers take 64 lanes each: scores by
+// products out of shared memory, weights from the scores' registers. A step's scores are computed
+// while the values of the step before are summed. Only the steps that reach past what a warpgroup's
+// first row sees are masked.
 //
 // Operations: 4 * D for each lane and token that it sees. Floor: those / the tensor cores' rate.
 // Bytes: q and out once, K and V of what the tile sees once a tile, mostly from the L2 cache.
 #include "ops/cuda/check.h"
+#include "ops/cuda/hopper.cuh"
 #include "ops/cuda/prefill.h"
+#include "ops/cuda/tensor_map.h"
 #include "ops/cuda/types.cuh"
 
 namespace oasis::cuda {
 namespace {
 
-constexpr int kThreads = 128, kStep = 64, kStages = 2;
+constexpr int kGroupThreads = 128, kConsumers = 2, kThreads = (1 + kConsumers) * kGroupThreads;
+constexpr int kGroupLanes = kPrefillLanes / kConsumers;
+// Sums to the 168 that a thread of 384 can have.
+constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+constexpr int kStep = 128, kStages = 3;
 constexpr int kPages = kStep / kBlockTokens;  // a step
 
+// Matrices of [row][D] in shared memory: [8 rows][half of D] of atoms.
 template <int D>
-constexpr int shared_bytes() {
-  return (kPrefillLanes + kStages * 2 * kStep) * D * 2;
-}
+struct Shared {
+  static constexpr int kHalves = D / 64, kRowsBytes = kHalves * kAtomBytes;  // of 8 rows
+  static constexpr int kPageBytes = kBlockTokens * D * 2, kTileBytes = kStep * D * 2;
+  static constexpr int kQueriesBytes = kPrefillLanes * D * 2;
+  static constexpr int kBarriers = kQueriesBytes + kStages * 2 * kTileBytes;
+  static constexpr int kBytes = kBarriers + kStages * 4 * 8 + kAtomBytes;  // and to align it
+  uint32_t base;
 
-// Rows of D elements: row r's 16-byte chunk c lies at c ^ (r % 8), so that ldmatrix meets no bank
-// twice.
-template <int D>
-__device__ uint32_t chunk_at(uint32_t base, int row, int chunk) {
-  return base + (row * (D / 8) + (chunk ^ (row & 7))) * 16;
-}
+  __device__ uint32_t queries(int consumer) const {
+    return base + consumer * (kQueriesBytes / kConsumers);
+  }
+  __device__ uint32_t keys(int stage) const {
+    return base + kQueriesBytes + stage * 2 * kTileBytes;
+  }
+  __device__ uint32_t values(int stage) const { return keys(stage) + kTileBytes; }
+  __device__ uint32_t barrier(int which, int stage) const {
+    return base + kBarriers + (which * kStages + stage) * 8;
+  }
+  __device__ uint32_t keys_full(int stage) const { return barrier(0, stage); }
+  __device__ uint32_t values_full(int stage) const { return barrier(1, stage); }
+  __device__ uint32_t keys_empty(int stage) const { return barrier(2, stage); }
+  __device__ uint32_t values_empty(int stage) const { return barrier(3, stage); }
+};
 
-// One instruction; 0 where the result would be subnormal.
-__device__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
+// Which stage a step is in, and the parity of the stage's use.
+struct Place {
+  int stage = 0;
+  uint32_t parity = 0;
+  __device__ void advance() {
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+};
 
 struct Tile {
   Segment segment;
@@ -52,11 +76,12 @@ __device__ Tile tile_at(const Prefill& p, int index) {
   return tile;
 }
 
-__device__ int row_of(const Prefill& p, const Tile& tile, int lane) {
-  return (tile.lane_begin + min(lane, tile.lanes - 1)) / p.heads.group;
+// Tokens that a lane sees. Lanes past the end stand for the last one.
+__device__ int seen_by(const Prefill& p, const Tile& tile, int lane) {
+  return tile.segment.visible + (tile.lane_begin + min(lane, tile.lanes - 1)) / p.heads.group;
 }
 
-// Where a lane's D elements begin in q and out. Lanes past the end stand for the last one.
+// Where a lane's D elements begin in q and out.
 __device__ int64_t offset_of(const Prefill& p, const Tile& tile, int lane) {
   const int i = tile.lane_begin + min(lane, tile.lanes - 1);
   const int row = tile.segment.row0 + i / p.heads.group;
@@ -65,166 +90,266 @@ __device__ int64_t offset_of(const Prefill& p, const Tile& tile, int lane) {
          p.heads.head_dim;
 }
 
-// Keys, then values of a step into a stage; pages that the tile does not see are left out.
-template <class T, int D>
-__device__ void load_step(const Prefill& p, const Tile& tile, int step, uint32_t stage) {
-  constexpr int kChunks = D / 8;
+// One instruction; 0 where the result would be subnormal.
+__device__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ void store_shared(uint32_t to, int4 x) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z),
+               "r"(x.w)
+               : "memory");
+}
+
+// ---------------------------------------------------------------- the copying warp
+
+// Lane i of the warp copies page i of each step. Pages that the tile does not see are left out.
+template <int D>
+__device__ void produce(const Prefill& p, const CUtensorMap* map, const Tile& tile,
+                        const Shared<D>& shared, int steps, int lane) {
   const int num_pages = (tile.seen + kBlockTokens - 1) / kBlockTokens;
-#pragma unroll 1
-  for (int i = 0; i < kPages; ++i) {
-    const int page = step * kPages + i;
-    if (page >= num_pages) break;
-    const int id = p.pages[tile.segment.pages0 + page];
-    const T* from =
-        static_cast<const T*>(p.pool) +
-        (static_cast<int64_t>(id) * p.heads.num_kv_heads + tile.kv_head) * 2 * kBlockTokens * D;
-#pragma unroll
-    for (int j = threadIdx.x; j < 2 * kBlockTokens * kChunks; j += kThreads) {
-      const int row = j / kChunks, half = row / kBlockTokens;  // 0: a key, 1: a value
-      copy_async(
-          chunk_at<D>(stage, half * kStep + i * kBlockTokens + row % kBlockTokens, j % kChunks),
-          from + j * 8);
+  const int32_t* list = p.pages + tile.segment.pages0;
+  auto id_at = [&](int step) {
+    const int page = step * kPages + lane;
+    return lane < kPages && page < num_pages ? list[page] : -1;
+  };
+  int next = id_at(0);
+  Place at;
+  for (int step = 0; step < steps; ++step, at.advance()) {
+    const int id = next;
+    next = id_at(step + 1);
+    const int bytes = min(kPages, num_pages - step * kPages) * Shared<D>::kPageBytes;
+    const int atoms = (id * p.heads.num_kv_heads + tile.kv_head) * 2 * (kBlockTokens / kAtomRows);
+    for (int value = 0; value < 2; ++value) {
+      const uint32_t full = value ? shared.values_full(at.stage) : shared.keys_full(at.stage);
+      const uint32_t to = value ? shared.values(at.stage) : shared.keys(at.stage);
+      barrier_wait(value ? shared.values_empty(at.stage) : shared.keys_empty(at.stage),
+                   at.parity ^ 1);
+      if (lane == 0) barrier_expect(full, bytes);
+      __syncwarp();
+      if (id >= 0)
+        copy_box(to + lane * Shared<D>::kPageBytes, map, full, 0, 0, 0,
+                 atoms + value * (kBlockTokens / kAtomRows));
     }
   }
 }
 
+// ---------------------------------------------------------------- the consumers
+
+// A thread's part of 64 lanes' scores and sums: of two lanes, a and a + 8.
+template <int D>
+struct Rows {
+  float scores[kStep / 2];          // [8 tokens][lane][2]
+  uint32_t weights[kStep / 16][4];  // of the step before, as the product wants them
+  float out[D / 2];                 // [8 elements][lane][2]
+  float top[2] = {-INFINITY, -INFINITY}, sum[2] = {};
+};
+
 template <class T, int D>
-__global__ void __launch_bounds__(kThreads, 2) prefill_kernel(Prefill p) {
-  constexpr int kChunks = D / 8, kStageBytes = 2 * kStep * D * 2;
-  extern __shared__ __align__(128) char shared[];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const uint32_t queries = shared_address(shared), stages = queries + kPrefillLanes * D * 2;
-  const Tile tile = tile_at(p, blockIdx.x);
-  const float scale = 1.44269504f / sqrtf(static_cast<float>(D));  // scores in powers of two
-
-  for (int i = threadIdx.x; i < kPrefillLanes * kChunks; i += kThreads)
-    copy_async(chunk_at<D>(queries, i / kChunks, i % kChunks),
-               static_cast<const T*>(p.q) + offset_of(p, tile, i / kChunks) + i % kChunks * 8);
-  load_step<T, D>(p, tile, 0, stages);
-  commit_copies();
-
-  // This thread holds the lanes first_lane + 8 * i, i < 4: pair i / 2 of an mma's rows i % 2.
-  const int first_lane = warp * 32 + lane / 4;
-  int seen[4];
+__device__ void issue_scores(Rows<D>& r, uint32_t queries, uint32_t keys) {
+  const Matrix left(queries, 16, Shared<D>::kRowsBytes), right(keys, 16, Shared<D>::kRowsBytes);
+  hold(r.scores);
+  begin_products();
 #pragma unroll
-  for (int i = 0; i < 4; ++i) seen[i] = tile.segment.visible + row_of(p, tile, first_lane + 8 * i);
-  const int unmasked = tile.segment.visible + row_of(p, tile, 0);  // tokens that all lanes see
-
-  float o[2][D / 8][4] = {};
-  float top[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY}, sum[4] = {};
-  const int steps = (tile.seen + kStep - 1) / kStep;
-  for (int step = 0; step < steps; ++step) {
-    const uint32_t keys = stages + step % kStages * kStageBytes, values = keys + kStep * D * 2;
-    wait_copies<0>();
-    __syncthreads();  // the step is here, and all have read the one before
-    if (step + 1 < steps)
-      load_step<T, D>(p, tile, step + 1, stages + (step + 1) % kStages * kStageBytes);
-    commit_copies();
-
-    float s[2][kStep / 8][4] = {};
-#pragma unroll
-    for (int k = 0; k < D / 16; ++k) {
-      uint32_t a[2][4];
-#pragma unroll
-      for (int m = 0; m < 2; ++m)
-        ldmatrix(a[m], chunk_at<D>(queries, warp * 32 + m * 16 + lane % 16, k * 2 + lane / 16));
-#pragma unroll
-      for (int n = 0; n < kStep / 16; ++n) {
-        uint32_t b[4];
-        ldmatrix(b, chunk_at<D>(keys, n * 16 + lane % 8 + lane / 16 * 8, k * 2 + lane / 8 % 2));
-#pragma unroll
-        for (int m = 0; m < 2; ++m) {
-          Element<T>::mma(s[m][2 * n], a[m], b[0], b[1]);
-          Element<T>::mma(s[m][2 * n + 1], a[m], b[2], b[3]);
-        }
-      }
-    }
-    if ((step + 1) * kStep > unmasked) {
-#pragma unroll
-      for (int m = 0; m < 2; ++m)
-#pragma unroll
-        for (int n = 0; n < kStep / 8; ++n)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const int token = step * kStep + n * 8 + lane % 4 * 2 + i % 2;
-            if (token >= seen[m * 2 + i / 2]) s[m][n][i] = -INFINITY;
-          }
-    }
-    // What no lane sees is zeroed in place: a weight of 0 alone would let a NaN through.
-    const int known = tile.seen - step * kStep;
-    if (known < kStep) {
-      for (int i = threadIdx.x; i < (kStep - known) * kChunks; i += kThreads)
-        *reinterpret_cast<int4*>(shared + (values - queries) + (known * kChunks + i) * 16) = int4{};
-      __syncthreads();
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float high = top[i];
-#pragma unroll
-      for (int n = 0; n < kStep / 8; ++n)
-        high = fmaxf(high, fmaxf(s[i / 2][n][i % 2 * 2], s[i / 2][n][i % 2 * 2 + 1]));
-      high = fmaxf(high, __shfl_xor_sync(~0u, high, 1));
-      high = fmaxf(high, __shfl_xor_sync(~0u, high, 2));
-      // Finite: every lane sees the first token, which is in the first step.
-      const float correction = exp2_fast((top[i] - high) * scale);
-      top[i] = high;
-      sum[i] *= correction;
-#pragma unroll
-      for (int n = 0; n < D / 8; ++n)
-#pragma unroll
-        for (int j = 0; j < 2; ++j) o[i / 2][n][i % 2 * 2 + j] *= correction;
-#pragma unroll
-      for (int n = 0; n < kStep / 8; ++n)
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          float& x = s[i / 2][n][i % 2 * 2 + j];
-          x = exp2_fast(fmaf(x, scale, -high * scale));
-          sum[i] += x;
-        }
-    }
-#pragma unroll
-    for (int k = 0; k < kStep / 16; ++k) {
-      uint32_t a[2][4];
-#pragma unroll
-      for (int m = 0; m < 2; ++m)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          a[m][i] =
-              Element<T>::pack(s[m][2 * k + i / 2][i % 2 * 2], s[m][2 * k + i / 2][i % 2 * 2 + 1]);
-#pragma unroll
-      for (int n = 0; n < D / 16; ++n) {
-        uint32_t b[4];
-        ldmatrix_transposed(b, chunk_at<D>(values, k * 16 + lane % 16, n * 2 + lane / 16));
-#pragma unroll
-        for (int m = 0; m < 2; ++m) {
-          Element<T>::mma(o[m][2 * n], a[m], b[0], b[1]);
-          Element<T>::mma(o[m][2 * n + 1], a[m], b[2], b[3]);
-        }
-      }
-    }
+  for (int k = 0; k < D / 16; ++k) {
+    const int at = k / 4 * kAtomBytes + k % 4 * 32;
+    WarpgroupProduct<T>::shared_shared(r.scores, left.at(at), right.at(at), k > 0);
   }
+  commit_products();
+}
+
+template <class T, int D>
+__device__ void issue_values(Rows<D>& r, uint32_t values) {
+  const Matrix right(values, kAtomBytes, Shared<D>::kRowsBytes);
+  hold(r.out);
+  hold(r.weights);
+  begin_products();
+#pragma unroll
+  for (int k = 0; k < kStep / 16; ++k)
+    WarpgroupProduct<T>::registers_shared(r.out, r.weights[k], right.at(k * Shared<D>::kPageBytes));
+  commit_products();
+}
+
+// token: of the thread's first score; seen: tokens that its two lanes see.
+template <int D>
+__device__ void mask(Rows<D>& r, int token, const int (&seen)[2]) {
+#pragma unroll
+  for (int i = 0; i < kStep / 2; ++i)
+    if (token + i / 4 * 8 + i % 2 >= seen[i / 2 % 2]) r.scores[i] = -INFINITY;
+}
+
+// Scores into weights, in place; correction: of the sums before.
+template <int D>
+__device__ void softmax_step(Rows<D>& r, float scale, float (&correction)[2]) {
+#pragma unroll
+  for (int lane = 0; lane < 2; ++lane) {
+    float high = r.top[lane];
+#pragma unroll
+    for (int n = 0; n < kStep / 8; ++n)
+      high = fmaxf(high, fmaxf(r.scores[n * 4 + lane * 2], r.scores[n * 4 + lane * 2 + 1]));
+    high = fmaxf(high, __shfl_xor_sync(~0u, high, 1));
+    high = fmaxf(high, __shfl_xor_sync(~0u, high, 2));
+    // Finite: every lane sees the first token, which is in the first step.
+    correction[lane] = exp2_fast((r.top[lane] - high) * scale);
+    r.top[lane] = high;
+    float sum = r.sum[lane] * correction[lane];
+#pragma unroll
+    for (int n = 0; n < kStep / 8; ++n)
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        float& x = r.scores[n * 4 + lane * 2 + j];
+        x = exp2_fast(fmaf(x, scale, -high * scale));
+        sum += x;
+      }
+    r.sum[lane] = sum;
+  }
+}
+
+// The sums are rescaled and the weights are made ready to be summed: when the values of the step
+// before are done.
+template <class T, int D>
+__device__ void rescale_and_pack(Rows<D>& r, const float (&correction)[2]) {
+  hold(r.out);
+  hold(r.weights);
+#pragma unroll
+  for (int i = 0; i < D / 2; ++i) r.out[i] *= correction[i / 2 % 2];
+#pragma unroll
+  for (int i = 0; i < kStep / 4; ++i)
+    r.weights[i / 4][i % 4] = Element<T>::pack(r.scores[2 * i], r.scores[2 * i + 1]);
+}
+
+template <class T, int D>
+__device__ void consume(const Prefill& p, const Tile& tile, const Shared<D>& shared, int steps,
+                        int consumer, int thread) {
+  constexpr int kChunks = D / 8;  // of 16 bytes, a row
+  const int lane = thread % 32, first_lane = consumer * kGroupLanes + thread / 32 * 16 + lane / 4;
+  const uint32_t queries = shared.queries(consumer);
+  const float scale = 1.44269504f / sqrtf(static_cast<float>(D));  // scores in powers of two
+  auto release = [&](uint32_t barrier) {
+    if (lane == 0) barrier_arrive(barrier);
+  };
+
+  for (int i = thread; i < kGroupLanes * kChunks; i += kGroupThreads) {
+    const int row = i / kChunks, chunk = i % kChunks;
+    const T* from =
+        static_cast<const T*>(p.q) + offset_of(p, tile, consumer * kGroupLanes + row) + chunk * 8;
+    store_shared(queries + row / 8 * Shared<D>::kRowsBytes + chunk / 8 * kAtomBytes +
+                     row % 8 * kAtomRowBytes + (chunk % 8 ^ row % 8) * 16,
+                 *reinterpret_cast<const int4*>(from));
+  }
+  fence_shared();
+  sync_threads(1 + consumer, kGroupThreads);
+
+  const int seen[2] = {seen_by(p, tile, first_lane), seen_by(p, tile, first_lane + 8)};
+  const int unmasked = seen_by(p, tile, consumer * kGroupLanes);  // tokens that all its lanes see
+  Rows<D> r;
+#pragma unroll
+  for (int i = 0; i < D / 2; ++i) r.out[i] = 0.0f;
+  float correction[2];
+
+  Place keys, values;
+  barrier_wait(shared.keys_full(keys.stage), keys.parity);
+  issue_scores<T, D>(r, queries, shared.keys(keys.stage));
+  wait_products<0>();
+  hold(r.scores);
+  release(shared.keys_empty(keys.stage));
+  if (kStep > unmasked) mask(r, lane % 4 * 2, seen);
+  softmax_step(r, scale, correction);
+
+  for (int step = 1; step < steps; ++step) {
+    // Here, where the loop begins, rather than where it ends: the assembler moves a wait up within
+    // a basic block, and so before the softmax that is to run meanwhile.
+    wait_products<0>();
+    if (step > 1) {
+      release(shared.values_empty(values.stage));
+      values.advance();
+    }
+    rescale_and_pack<T, D>(r, correction);
+    keys.advance();
+    barrier_wait(shared.keys_full(keys.stage), keys.parity);
+    issue_scores<T, D>(r, queries, shared.keys(keys.stage));
+    barrier_wait(shared.values_full(values.stage), values.parity);
+    issue_values<T, D>(r, shared.values(values.stage));
+    wait_products<1>();
+    hold(r.scores);
+    release(shared.keys_empty(keys.stage));
+    if ((step + 1) * kStep > unmasked) mask(r, step * kStep + lane % 4 * 2, seen);
+    softmax_step(r, scale, correction);
+  }
+  wait_products<0>();
+  if (steps > 1) values.advance();
+  rescale_and_pack<T, D>(r, correction);
+
+  barrier_wait(shared.values_full(values.stage), values.parity);
+  // What no lane sees is zeroed in place, also where no page was copied: a weight of 0 alone would
+  // let a NaN through.
+  const int known = tile.seen - (steps - 1) * kStep;
+  if (known < kStep) {
+    for (int i = consumer * kGroupThreads + thread; i < (kStep - known) * kChunks;
+         i += kConsumers * kGroupThreads) {
+      const int row = known + i / kChunks, chunk = i % kChunks;
+      store_shared(shared.values(values.stage) + row / 8 * Shared<D>::kRowsBytes +
+                       chunk / 8 * kAtomBytes + row % 8 * kAtomRowBytes + chunk % 8 * 16,
+                   int4{});
+    }
+    fence_shared();
+    sync_threads(1 + kConsumers, kConsumers * kGroupThreads);
+  }
+  issue_values<T, D>(r, shared.values(values.stage));
+  wait_products<0>();
+  hold(r.out);
 
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    sum[i] += __shfl_xor_sync(~0u, sum[i], 1);
-    sum[i] += __shfl_xor_sync(~0u, sum[i], 2);
+  for (int i = 0; i < 2; ++i) {
+    r.sum[i] += __shfl_xor_sync(~0u, r.sum[i], 1);
+    r.sum[i] += __shfl_xor_sync(~0u, r.sum[i], 2);
     if (first_lane + 8 * i >= tile.lanes) continue;
-    const float inverse = 1.0f / sum[i];
+    const float inverse = 1.0f / r.sum[i];
     T* to = static_cast<T*>(p.out) + offset_of(p, tile, first_lane + 8 * i) + lane % 4 * 2;
 #pragma unroll
     for (int n = 0; n < D / 8; ++n)
       *reinterpret_cast<uint32_t*>(to + n * 8) =
-          Element<T>::pack(o[i / 2][n][i % 2 * 2] * inverse, o[i / 2][n][i % 2 * 2 + 1] * inverse);
+          Element<T>::pack(r.out[n * 4 + i * 2] * inverse, r.out[n * 4 + i * 2 + 1] * inverse);
+  }
+}
+
+template <class T, int D>
+__global__ void __launch_bounds__(kThreads, 1)
+    prefill_kernel(const Prefill p, const __grid_constant__ CUtensorMap map) {
+  extern __shared__ char raw[];
+  const Shared<D> shared{(shared_address(raw) + kAtomBytes - 1) / kAtomBytes * kAtomBytes};
+  const int group = __shfl_sync(~0u, threadIdx.x / kGroupThreads, 0);  // known to be uniform
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < kStages; ++stage) {
+      barrier_init(shared.keys_full(stage), 1);
+      barrier_init(shared.values_full(stage), 1);
+      barrier_init(shared.keys_empty(stage), kConsumers * kGroupThreads / 32);  // a warp each
+      barrier_init(shared.values_empty(stage), kConsumers * kGroupThreads / 32);
+    }
+    barriers_ready();
+  }
+  __syncthreads();
+  const Tile tile = tile_at(p, blockIdx.x);
+  const int steps = (tile.seen + kStep - 1) / kStep;
+  if (group == 0) {
+    give_registers<kProducerRegisters>();
+    if (threadIdx.x < 32) produce<D>(p, &map, tile, shared, steps, threadIdx.x);
+  } else {
+    take_registers<kConsumerRegisters>();
+    consume<T, D>(p, tile, shared, steps, group - 1, threadIdx.x % kGroupThreads);
   }
 }
 
 template <class T, int D>
 void launch(const Prefill& p, cudaStream_t stream) {
-  constexpr int kBytes = shared_bytes<D>();
+  constexpr int kBytes = Shared<D>::kBytes;
   static const cudaError_t allowed = cudaFuncSetAttribute(
       prefill_kernel<T, D>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   check(allowed, "prefill: shared memory");
-  prefill_kernel<T, D><<<p.num_tiles, kThreads, kBytes, stream>>>(p);
+  prefill_kernel<T, D>
+      <<<p.num_tiles, kThreads, kBytes, stream>>>(p, page_map(p.pool, p.num_pages, p.heads));
   check(cudaGetLastError(), "prefill");
 }
 

@@ -27,6 +27,7 @@ struct Prefill {
   const int32_t* pages;
   const PrefillTile* tiles;
   int num_tiles;
+  int64_t num_pages;  // of the pool
 };
 void prefill(const Prefill& p, cudaStream_t stream);
 
