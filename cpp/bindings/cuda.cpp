@@ -3,12 +3,15 @@
 // address or shape is the caller's fault.
 #include "bindings/cuda.h"
 
+#include <array>
 #include <string>
+#include <vector>
 
 #include <pybind11/stl.h>
 
 #include "ops/cuda/linear.h"
 #include "ops/cuda/ops.h"
+#include "ops/cuda/prefill.h"
 #include "ops/cuda/split.h"
 
 namespace oasis {
@@ -58,6 +61,14 @@ void attention(const py::kwargs& kwargs) {
       READ(splits), READ(num_splits);
   READ(max_lane_tiles), READ(partials), READ(arrivals), READ(num_ctas);
   cuda::attention(a, args.stream());
+}
+
+void prefill(const py::kwargs& kwargs) {
+  const Arguments args(kwargs);
+  cuda::Prefill a;
+  READ(dtype), READ(heads), READ(q), READ(pool), READ(out), READ(segments), READ(pages),
+      READ(tiles), READ(num_tiles), READ(num_pages);
+  cuda::prefill(a, args.stream());
 }
 
 void score(const py::kwargs& kwargs) {
@@ -112,6 +123,18 @@ void write_through(const py::kwargs& kwargs) {
 
 #undef READ
 
+std::vector<std::array<int32_t, 3>> prefill_tiles(
+    const std::vector<std::array<int32_t, 5>>& segments, int num_kv_heads, int group,
+    int head_dim) {
+  std::vector<cuda::Segment> list;
+  for (const auto& [row0, rows, pages0, num_pages, visible] : segments)
+    list.push_back({row0, rows, pages0, num_pages, visible});
+  std::vector<std::array<int32_t, 3>> tiles;
+  for (const cuda::PrefillTile& t : cuda::prefill_tiles(list, {num_kv_heads, group, head_dim}))
+    tiles.push_back({t.segment, t.kv_head, t.lane_begin});
+  return tiles;
+}
+
 void gather(uintptr_t copies, uintptr_t num_copies, int bytes, int num_ctas, uintptr_t stream) {
   cuda::gather(reinterpret_cast<const cuda::Copy*>(copies),
                reinterpret_cast<const int32_t*>(num_copies), bytes, num_ctas,
@@ -147,6 +170,9 @@ void bind_cuda(py::module_& m) {
   m.attr("score_ctas_per_sm") = cuda::score_ctas_per_sm();
   m.def("attention_partial_floats", &cuda::attention_partial_floats);
   m.def("attention", &attention);
+  m.attr("prefill_lanes") = cuda::kPrefillLanes;
+  m.def("prefill_tiles", &prefill_tiles, "segments"_a, "num_kv_heads"_a, "group"_a, "head_dim"_a);
+  m.def("prefill", &prefill);
   m.def("score", &score);
   m.def("select", &select);
   m.def("append", &append);

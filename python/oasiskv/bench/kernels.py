@@ -2,7 +2,8 @@
 
 Bytes are those that the kernel must move; the floor is their time at the rate of a plain read (device memory) or of a pinned copy (the
 link), measured in the same run, alternating. Every figure is the median of CUDA-event times over replays of a graph of several calls,
-on inputs larger than the L2 cache.
+on inputs larger than the L2 cache. Prefill attention is bound by arithmetic: it is held against torch's scaled_dot_product_attention on the
+same q, k and v in dense tensors, by floating-point operations a second, where only what is seen counts.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ import sys
 from collections.abc import Callable
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
 
 from oasiskv import _core
 from oasiskv.errors import ConfigError
@@ -22,8 +26,9 @@ from oasiskv.errors import ConfigError
 Run = Callable[[], None]
 _cuda = getattr(_core, "cuda", None)
 ATTENTION = [("sparse", 64, 2080, 2), ("sparse", 16, 2080, 2), ("dense", 16, 16384, 1), ("dense", 24, 16384, 1), ("dense", 12, 32768, 1)]
+PREFILL = [("full", 4, 16384, 1), ("chunk", 1, 8192, 8193)]
 SCORING = [(64, 1024), (64, 2048), (16, 2048), (16, 1024)]
-KERNELS = ["attention", "score", "select", "gather"]
+KERNELS = ["attention", "prefill", "score", "select", "gather"]
 
 
 def _ints(values: object) -> torch.Tensor:
@@ -95,6 +100,45 @@ def attention(batch: int, tokens: int, rows: int, heads: int, group: int, dim: i
         )  # fmt: skip
 
     return call, pool.numel() * 2, [pool, pages, q, out, segments, splits, partials, arrivals, number]
+
+
+def prefill(batch: int, rows: int, visible: int, heads: int, group: int, dim: int) -> tuple[Run, dict[str, Run], float, list[torch.Tensor]]:
+    """bf16 attention of `batch` segments of `rows` rows, the first of which sees `visible` tokens, which end a page with the last row's:
+    (call, torch's by its backends, floating-point operations, what the first holds on to)."""
+    tokens, hq = visible + rows - 1, heads * group
+    pages_each = tokens // 16
+    pool = torch.randn(batch * pages_each, heads, 2, 16, dim, device="cuda", dtype=torch.bfloat16)
+    pages = torch.randperm(batch * pages_each, device="cuda", dtype=torch.int32)
+    q = torch.randn(batch * rows, hq, dim, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty_like(q)
+    segments = [(i * rows, rows, i * pages_each, pages_each, visible) for i in range(batch)]
+    tiles = _cuda.prefill_tiles(segments, heads, group, dim)
+    segments_there, tiles_there = _ints(segments), _ints(tiles)
+
+    def call() -> None:
+        _cuda.prefill(
+            dtype="bfloat16", num_kv_heads=heads, group=group, head_dim=dim, q=q.data_ptr(), pool=pool.data_ptr(), out=out.data_ptr(),
+            segments=segments_there.data_ptr(), pages=pages.data_ptr(), tiles=tiles_there.data_ptr(), num_tiles=len(tiles),
+            num_pages=len(pool), stream=_stream(),
+        )  # fmt: skip
+
+    dense = pool[pages.long()].view(batch, pages_each, heads, 2, 16, dim).permute(3, 0, 2, 1, 4, 5).reshape(2, batch, heads, tokens, dim)
+    dense_q = q.view(batch, rows, hq, dim).transpose(1, 2)
+
+    corner = causal_lower_right(rows, tokens)
+
+    def flash() -> None:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            scaled_dot_product_attention(dense_q, dense[0], dense[1], attn_mask=corner, enable_gqa=True)
+
+    def cudnn() -> None:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            scaled_dot_product_attention(dense_q, dense[0], dense[1], is_causal=True, enable_gqa=True)
+
+    # Torch has no causal mask that ends in the lower right corner for cuDNN.
+    arms = {"flash": flash, "cudnn": cudnn} if rows == tokens else {"flash": flash}
+    pairs = batch * (rows * visible + rows * (rows - 1) // 2)
+    return call, arms, 4.0 * dim * pairs * hq, [pool, pages, q, out, segments_there, tiles_there]
 
 
 def scoring(
@@ -186,6 +230,18 @@ def run(args: argparse.Namespace) -> list[dict[str, object]]:
             shape = f"{name}, {batch} x {tokens:,}, {q_rows} rows"
             report("attention", shape, size, paired({"kernel": call, "floor": Read(size)}, args.runs, 10))
             del call, held
+    for name, batch, q_rows, visible in PREFILL if "prefill" in args.only else []:
+        call, arms, flops, held = prefill(batch, q_rows, visible, 8, 4, 128)
+        times = paired({"kernel": call, **arms}, args.runs, 2)
+        shape = f"{name}, {batch} x {q_rows:,} rows at {visible:,}"
+        rates = {arm: flops / us / 1e6 for arm, us in times.items()}
+        best = max(rates[arm] for arm in arms)
+        row = {"kernel": "prefill", "shape": shape, "us": round(times["kernel"], 1), "tflops": round(rates["kernel"], 1)}
+        row |= {f"{arm}_tflops": round(rates[arm], 1) for arm in arms} | {"ratio": round(rates["kernel"] / best, 3)}
+        rows.append(row)
+        others = ", ".join(f"{arm} {rates[arm]:.0f}" for arm in arms)
+        print(f"{'prefill':10} {shape:34} {times['kernel']:9.1f} us, {rates['kernel']:.0f} TFLOP/s; {others}", file=sys.stderr, flush=True)
+        del call, arms, held
     for batch, blocks in SCORING if {"score", "select"} & set(args.only) else []:
         score, select, clear, size, held = scoring(batch, blocks, 1, 8, 4, 128, sms, 128)
         shape = f"{batch} x {blocks:,} blocks, 1 row"
