@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from oasiskv import _core
-from reference.cuda import DTYPES, NAN, SMALL, ints, needs_gpu, relative_error, stream
+from reference.cuda import DTYPES, NAN, SMALL, attention_reference, ints, needs_gpu, relative_error, score_reference, stream
 
 pytestmark = needs_gpu
 
-SIXTEEN_BIT = ["bfloat16", "float16"]
+ATTENTION_TOLERANCE = {"bfloat16": 6e-3, "float16": 8e-4, "float32": 3e-6}
 TOKENS = [1, 15, 17, 40, 130] if SMALL else [1, 15, 16, 17, 500, 512, 513, 1000, 2100]
 BLOCKS = [1, 15, 33, 65, 130] if SMALL else [1, 2, 15, 31, 33, 63, 64, 65, 200, 300, 1000, 2048]
 
@@ -24,21 +24,7 @@ BLOCKS = [1, 15, 33, 65, 130] if SMALL else [1, 2, 15, 31, 33, 63, 64, 65, 200, 
 # ---------------------------------------------------------------- attention
 
 
-def attention_reference(q, pool, pages, rows, visible, heads, group):
-    """[rows, Hq, D] float64; pool [page, H, 2, 16, D]."""
-    kv = pool[pages.long()].double()  # [n, H, 2, 16, D]
-    keys = kv[:, :, 0].transpose(0, 1).flatten(1, 2)  # [H, n * 16, D]
-    values = kv[:, :, 1].transpose(0, 1).flatten(1, 2)
-    out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
-    for r in range(rows):
-        n = visible + r
-        for h in range(heads):
-            x = q[r, h * group : (h + 1) * group].double() @ keys[h, :n].T / math.sqrt(q.shape[-1])
-            out[r, h * group : (h + 1) * group] = x.softmax(dim=-1) @ values[h, :n]
-    return out
-
-
-@pytest.mark.parametrize("dtype", SIXTEEN_BIT)
+@pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("group", [1, 3, 4, 7, 16])
 def test_attention(dtype: str, dim: int, group: int) -> None:
@@ -80,24 +66,14 @@ def test_attention(dtype: str, dim: int, group: int) -> None:
             torch.cuda.synchronize()
         for row0, rows, first, n, visible in segments:
             expected = attention_reference(q[row0 : row0 + rows], pool.nan_to_num(0), order[first : first + n], rows, visible, heads, group)
-            assert relative_error(out[row0 : row0 + rows], expected) < (6e-3 if dtype == "bfloat16" else 8e-4)
+            assert relative_error(out[row0 : row0 + rows], expected) < ATTENTION_TOLERANCE[dtype]
         assert int(arrivals.abs().sum()) == 0
 
 
 # ---------------------------------------------------------------- scores
 
 
-def score_reference(q: torch.Tensor, summary: torch.Tensor, kind: str) -> torch.Tensor:
-    """q [lanes, D], summary [blocks, 2, D] -> [lanes, blocks] float64."""
-    q, a, b = q.double(), summary[:, 0].double(), summary[:, 1].double()
-    if kind == "mean_std":
-        return q @ a.T + q.abs() @ b.T
-    if kind == "minmax":
-        return q.clamp(min=0) @ a.T + q.clamp(max=0) @ b.T
-    return torch.maximum(q @ a.T, q @ b.T)
-
-
-@pytest.mark.parametrize("dtype", SIXTEEN_BIT)
+@pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("kind", ["mean_std", "minmax", "halves"])
 def test_score(dtype: str, dim: int, kind: str) -> None:
@@ -162,7 +138,7 @@ def test_select(combine: str) -> None:
         heads, group, batch, dim = int(rng.choice([1, 2, 8])), int(rng.choice([1, 3, 4, 7, 16])), int(rng.integers(1, 5)), 64
         top_k = int(rng.choice([1, 2, 5, 32, 128]))
         cap, sinks, step = int(rng.integers(1, top_k + 1)), int(rng.integers(0, min(2, top_k) + 1)), 1000 + case
-        requests = batch + 2
+        requests, element_bytes = batch + 2, (2, 4)[case % 2]
         slot_blocks = np.full((requests, heads, top_k), -7, np.int32)
         slot_steps = np.full((requests, heads, top_k), -7, np.int32)
         first_choice = np.full((requests, heads, top_k), -9, np.int32)
@@ -200,7 +176,8 @@ def test_select(combine: str) -> None:
         }
         host_base, pool = 1 << 40, 1 << 41
         _core.cuda.select(
-            num_kv_heads=heads, group=group, head_dim=dim, combine=combine, top_k=top_k, fetch_cap=cap, sink_blocks=sinks, element_bytes=2,
+            num_kv_heads=heads, group=group, head_dim=dim, combine=combine, top_k=top_k, fetch_cap=cap, sink_blocks=sinks,
+            element_bytes=element_bytes,
             max_predictors=batch + 3, max_blocks=max_blocks, max_lanes=max(p[2] for p in predictors) * group,
             slot_stride=top_k, host_stride=max_blocks, host_step=1,
             host_offset=0, host_base=host_base, pool=pool, stream=stream(), **{k: v.data_ptr() for k, v in device.items()},
@@ -209,7 +186,7 @@ def test_select(combine: str) -> None:
         got_blocks, got_steps = device["slot_blocks"].cpu().numpy(), device["slot_steps"].cpu().numpy()
         copies = {tuple(c) for c in device["copies"][: int(device["num_copies"])].tolist()}
         expected_copies: set[tuple[int, int]] = set()
-        bytes_ = 2 * 16 * dim * 2
+        bytes_ = 2 * 16 * dim * element_bytes
         stats = np.zeros((requests, 4), np.int64)
         skipped = set()
         for (i, _, rows, blocks, slots, _, _), values in zip(predictors, parts, strict=True):

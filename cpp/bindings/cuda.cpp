@@ -184,22 +184,30 @@ void bind_cuda(py::module_& m) {
   m.def("read", &read);
   py::class_<cuda::Linear>(m, "Linear")
       .def(py::init<>())
-      .def("run",
-           [](cuda::Linear& self, const std::string& dtype, int64_t rows, int64_t n, int64_t k,
-              int sms, uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t y,
-              uintptr_t stream) {
-             self.run({dtype_from(dtype), rows, n, k, bias != 0, sms}, reinterpret_cast<void*>(x),
-                      reinterpret_cast<void*>(weight), reinterpret_cast<void*>(bias),
-                      reinterpret_cast<void*>(y), reinterpret_cast<cudaStream_t>(stream));
-           })
-      .def("tune", [](cuda::Linear& self, const std::string& dtype, int64_t rows, int64_t n,
-                      int64_t k, int sms, uintptr_t x, uintptr_t weight, uintptr_t bias,
-                      uintptr_t y, int repeats, uintptr_t stream) {
-        return self.tune({dtype_from(dtype), rows, n, k, bias != 0, sms},
-                         reinterpret_cast<void*>(x), reinterpret_cast<void*>(weight),
-                         reinterpret_cast<void*>(bias), reinterpret_cast<void*>(y), repeats,
-                         reinterpret_cast<cudaStream_t>(stream));
-      });
+      .def(
+          "run",
+          [](cuda::Linear& self, const std::string& dtype, int64_t rows, int64_t n, int64_t k,
+             int sms, uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t y, uintptr_t stream,
+             bool float_out, int fixed_rows) {
+            self.run({dtype_from(dtype), rows, n, k, bias != 0, sms, float_out, fixed_rows},
+                     reinterpret_cast<void*>(x), reinterpret_cast<void*>(weight),
+                     reinterpret_cast<void*>(bias), reinterpret_cast<void*>(y),
+                     reinterpret_cast<cudaStream_t>(stream));
+          },
+          "dtype"_a, "rows"_a, "n"_a, "k"_a, "sms"_a, "x"_a, "weight"_a, "bias"_a, "y"_a,
+          "stream"_a, "float_out"_a = false, "fixed_rows"_a = 0)
+      .def(
+          "tune",
+          [](cuda::Linear& self, const std::string& dtype, int64_t rows, int64_t n, int64_t k,
+             int sms, uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t y, int repeats,
+             uintptr_t stream, bool float_out, int fixed_rows) {
+            return self.tune({dtype_from(dtype), rows, n, k, bias != 0, sms, float_out, fixed_rows},
+                             reinterpret_cast<void*>(x), reinterpret_cast<void*>(weight),
+                             reinterpret_cast<void*>(bias), reinterpret_cast<void*>(y), repeats,
+                             reinterpret_cast<cudaStream_t>(stream));
+          },
+          "dtype"_a, "rows"_a, "n"_a, "k"_a, "sms"_a, "x"_a, "weight"_a, "bias"_a, "y"_a,
+          "repeats"_a, "stream"_a, "float_out"_a = false, "fixed_rows"_a = 0);
 }
 
 }  // namespace oasis

@@ -1,4 +1,4 @@
-// Attention of decode rows over paged KV.
+// Attention of decode rows over paged KV, in 16 bit; attention_float.cu is the other one.
 //
 // Grid: num_ctas, each looping over the units (split, KV head, lane tile). Four warps; warp w takes
 // pages w, w + 4, ... of the split and keeps kStages of them in flight by itself, across the ends
@@ -9,8 +9,9 @@
 // Bytes: each page's K and V once a lane tile, plus (2 + D) * 64 bytes a split for the partial.
 // Floor: those bytes / memory bandwidth.
 #include "ops/cuda/check.h"
-#include "ops/cuda/ops.h"
+#include "ops/cuda/float.h"
 #include "ops/cuda/types.cuh"
+#include "ops/cuda/units.cuh"
 
 namespace oasis::cuda {
 namespace {
@@ -33,32 +34,12 @@ struct Cursor {
   int id;
 };
 
-struct Unit {
-  AttentionSplit split;
-  Segment segment;
-  int head, tile;
-};
-
-__device__ Unit unit_at(const Attention& a, int unit) {
-  const int per_split = a.heads.num_kv_heads * a.max_lane_tiles;
-  Unit u;
-  u.split = a.splits[unit / per_split];
-  u.segment = a.segments[u.split.segment];
-  u.head = unit % per_split / a.max_lane_tiles;
-  u.tile = unit % a.max_lane_tiles;
-  return u;
-}
-
-__device__ bool idle(const Attention& a, const Unit& u) {
-  return u.tile * kLaneTile >= u.segment.rows * a.heads.group;
-}
-
 template <class T, int D>
 __device__ void find_next(const Attention& a, Cursor& c, int units, int warp) {
   while (c.page >= c.end) {
     c.unit += gridDim.x;
     if (c.unit >= units) return;
-    const Unit u = unit_at(a, c.unit);
+    const AttentionUnit u = unit_at(a, c.unit);
     if (idle(a, u)) continue;
     c.page = u.split.page_begin + warp;
     c.end = u.split.page_end;
@@ -89,7 +70,7 @@ __device__ void load_page(const Attention& a, const Cursor& c, int units, uint32
 
 // Element i of the unit's [lane][D] outputs.
 template <class T, int D>
-__device__ void store_output(const Attention& a, const Unit& u, int i, float value) {
+__device__ void store_output(const Attention& a, const AttentionUnit& u, int i, float value) {
   const int lane = u.tile * kLaneTile + i / D, row = lane / a.heads.group;
   const int head = u.head * a.heads.group + lane % a.heads.group,
             hq = a.heads.num_kv_heads * a.heads.group;
@@ -111,8 +92,8 @@ __device__ int arrive(int32_t* counter) {
 // All splits of a segment (same head and tile) into the output, in their order. weights: kChunk x
 // 16 floats of shared memory, and 256 more.
 template <class T, int D>
-__device__ void merge_splits(const Attention& a, const Unit& u, int first, int per_split, int lanes,
-                             float* weights) {
+__device__ void merge_splits(const Attention& a, const AttentionUnit& u, int first, int per_split,
+                             int lanes, float* weights) {
   constexpr int kRows = kThreads / kLaneTile, kChunk = 64, kBatch = 8;
   const float* parts = a.partials + static_cast<int64_t>(first) * (2 + D) * kLaneTile;
   const int64_t stride = static_cast<int64_t>(per_split) * (2 + D) * kLaneTile;
@@ -207,7 +188,7 @@ __global__ void __launch_bounds__(kThreads, 2) attention_kernel(Attention a) {
   }
   int stage = 0;
   for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
-    const Unit u = unit_at(a, unit);
+    const AttentionUnit u = unit_at(a, unit);
     if (idle(a, u)) continue;
     const int lanes = min(kLaneTile, u.segment.rows * a.heads.group - u.tile * kLaneTile);
     // Query fragments: this thread holds lanes lane / 4 and lane / 4 + 8.
@@ -390,7 +371,7 @@ int attention_ctas_per_sm() { return 2; }
 void attention(const Attention& a, cudaStream_t stream) {
   if (a.dtype == DType::kBFloat16) return launch<BFloat16>(a, stream);
   if (a.dtype == DType::kFloat16) return launch<Half>(a, stream);
-  refuse("attention: dtype", static_cast<int>(a.dtype), "float16 or bfloat16");
+  attention_float(a, stream);
 }
 
 }  // namespace oasis::cuda

@@ -23,16 +23,23 @@ cudaDataType_t type_of(DType dtype) {
                                     : CUDA_R_16BF;
 }
 
+int64_t bytes_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+
 }  // namespace
 
 // cuBLASLt's matrices are column-major: y^T [n][rows] = W [n][k] x^T [k][rows].
 struct Linear::Plan {
+  int64_t rows, x_row_bytes, y_row_bytes;
+  // fixed_rows: [rows] for a last, smaller product; what the rows beyond hold reaches no other row.
+  void *last_x = nullptr, *last_y = nullptr;
   cublasLtMatmulDesc_t operation = nullptr;
   cublasLtMatrixLayout_t weight = nullptr, x = nullptr, y = nullptr;
   std::vector<cublasLtMatmulAlgo_t> candidates;
   int chosen = 0;
 
   ~Plan() {
+    cudaFree(last_x);
+    cudaFree(last_y);
     if (y) cublasLtMatrixLayoutDestroy(y);
     if (x) cublasLtMatrixLayoutDestroy(x);
     if (weight) cublasLtMatrixLayoutDestroy(weight);
@@ -53,10 +60,15 @@ Linear::~Linear() {
   cublasLtDestroy(static_cast<cublasLtHandle_t>(handle_));
 }
 
-Linear::Plan& Linear::plan(const Problem& p) {
+Linear::Plan& Linear::plan(Problem p) {
+  const bool fixed = p.fixed_rows > 0;
+  if (fixed) p.rows = p.fixed_rows;
   if (const auto at = plans_.find(p); at != plans_.end()) return *at->second;
   auto made = std::make_unique<Plan>();
-  const cudaDataType_t type = type_of(p.dtype);
+  const DType out = p.float_out ? DType::kFloat32 : p.dtype;
+  made->rows = p.rows;
+  made->x_row_bytes = p.k * bytes_of(p.dtype);
+  made->y_row_bytes = p.n * bytes_of(out);
   check(cublasLtMatmulDescCreate(&made->operation, CUBLAS_COMPUTE_32F, CUDA_R_32F),
         "linear: description");
   auto set = [&](cublasLtMatmulDescAttributes_t name, auto value) {
@@ -66,15 +78,27 @@ Linear::Plan& Linear::plan(const Problem& p) {
   set(CUBLASLT_MATMUL_DESC_TRANSA, CUBLAS_OP_T);
   if (p.bias) set(CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
   if (p.sms > 0) set(CUBLASLT_MATMUL_DESC_SM_COUNT_TARGET, static_cast<int32_t>(p.sms));
-  check(cublasLtMatrixLayoutCreate(&made->weight, type, p.k, p.n, p.k), "linear: weight");
-  check(cublasLtMatrixLayoutCreate(&made->x, type, p.k, p.rows, p.k), "linear: x");
-  check(cublasLtMatrixLayoutCreate(&made->y, type, p.n, p.rows, p.n), "linear: y");
+  check(cublasLtMatrixLayoutCreate(&made->weight, type_of(p.dtype), p.k, p.n, p.k),
+        "linear: weight");
+  check(cublasLtMatrixLayoutCreate(&made->x, type_of(p.dtype), p.k, p.rows, p.k), "linear: x");
+  check(cublasLtMatrixLayoutCreate(&made->y, type_of(out), p.n, p.rows, p.n), "linear: y");
 
   cublasLtMatmulPreference_t preference;
   check(cublasLtMatmulPreferenceCreate(&preference), "linear: preference");
-  const size_t workspace = kWorkspaceBytes;
-  cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
-                                       &workspace, sizeof workspace);
+  auto prefer = [&](cublasLtMatmulPreferenceAttributes_t name, auto value) {
+    check(cublasLtMatmulPreferenceSetAttribute(preference, name, &value, sizeof value),
+          "linear: preference");
+  };
+  // Without a workspace no sum over k can be split among CTAs, save by adding up in y, which the
+  // mask excludes. Rows may begin at any multiple of 16 bytes.
+  prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, fixed ? size_t{0} : kWorkspaceBytes);
+  if (fixed) {
+    prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, uint32_t{CUBLASLT_REDUCTION_SCHEME_NONE});
+    for (auto name :
+         {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+          CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES})
+      prefer(name, uint32_t{16});
+  }
   cublasLtMatmulHeuristicResult_t found[kCandidates];
   int count = 0;
   const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(
@@ -84,11 +108,15 @@ Linear::Plan& Linear::plan(const Problem& p) {
   check(status, "linear: no algorithm for this shape");
   for (int i = 0; i < count; ++i) made->candidates.push_back(found[i].algo);
   if (count == 0) refuse("linear: n", p.n, "a shape that cuBLASLt has an algorithm for");
+  if (fixed) {
+    check(cudaMalloc(&made->last_x, p.rows * made->x_row_bytes), "linear: last rows");
+    check(cudaMalloc(&made->last_y, p.rows * made->y_row_bytes), "linear: last rows");
+  }
   return *plans_.emplace(p, std::move(made)).first->second;
 }
 
-void Linear::run(Plan& plan, int candidate, const void* x, const void* weight, const void* bias,
-                 void* y, cudaStream_t stream) {
+void Linear::multiply(Plan& plan, int candidate, const void* x, const void* weight,
+                      const void* bias, void* y, cudaStream_t stream) {
   if (bias)
     check(cublasLtMatmulDescSetAttribute(plan.operation, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias,
                                          sizeof bias),
@@ -100,11 +128,29 @@ void Linear::run(Plan& plan, int candidate, const void* x, const void* weight, c
         "linear");
 }
 
+void Linear::run(Plan& plan, int candidate, int64_t rows, const void* x, const void* weight,
+                 const void* bias, void* y, cudaStream_t stream) {
+  auto from = static_cast<const char*>(x);
+  auto to = static_cast<char*>(y);
+  for (; rows >= plan.rows; rows -= plan.rows) {
+    multiply(plan, candidate, from, weight, bias, to, stream);
+    from += plan.rows * plan.x_row_bytes;
+    to += plan.rows * plan.y_row_bytes;
+  }
+  if (rows == 0) return;
+  check(
+      cudaMemcpyAsync(plan.last_x, from, rows * plan.x_row_bytes, cudaMemcpyDeviceToDevice, stream),
+      "linear: last rows");
+  multiply(plan, candidate, plan.last_x, weight, bias, plan.last_y, stream);
+  check(cudaMemcpyAsync(to, plan.last_y, rows * plan.y_row_bytes, cudaMemcpyDeviceToDevice, stream),
+        "linear: last rows");
+}
+
 void Linear::run(const Problem& p, const void* x, const void* weight, const void* bias, void* y,
                  cudaStream_t stream) {
   if (p.rows == 0) return;
   Plan& made = plan(p);
-  run(made, made.chosen, x, weight, bias, y, stream);
+  run(made, made.chosen, p.rows, x, weight, bias, y, stream);
 }
 
 float Linear::tune(const Problem& p, const void* x, const void* weight, const void* bias, void* y,
@@ -115,9 +161,9 @@ float Linear::tune(const Problem& p, const void* x, const void* weight, const vo
   check(cudaEventCreate(&end), "linear: event");
   float best = 0.0f;
   for (int c = 0; c < static_cast<int>(made.candidates.size()); ++c) {
-    run(made, c, x, weight, bias, y, stream);  // loads its module
+    run(made, c, p.rows, x, weight, bias, y, stream);  // loads its module
     check(cudaEventRecord(begin, stream), "linear: event");
-    for (int i = 0; i < repeats; ++i) run(made, c, x, weight, bias, y, stream);
+    for (int i = 0; i < repeats; ++i) run(made, c, p.rows, x, weight, bias, y, stream);
     check(cudaEventRecord(end, stream), "linear: event");
     check(cudaEventSynchronize(end), "linear: tuning");
     float ms;

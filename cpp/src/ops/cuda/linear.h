@@ -13,8 +13,10 @@
 namespace oasis::cuda {
 
 // One a device and thread of launches. Algorithms are chosen once for each (shape, SMs): from
-// cuBLASLt's heuristic, or by timing its candidates with `tune`. A row's result may depend on how
-// many rows there are: another count, another algorithm.
+// cuBLASLt's heuristic, or by timing its candidates with `tune`. All products share one workspace,
+// captured ones too: whatever runs them, eagerly or as a graph, must run them one after the other,
+// that is on one stream. Run or tune a problem once before it is captured: the first call may
+// allocate and load code.
 class Linear {
  public:
   Linear();
@@ -26,7 +28,13 @@ class Linear {
     DType dtype;
     int64_t rows, n, k;
     bool bias;
-    int sms;  // the product is to use; 0: all
+    int sms;                 // the product is to use; 0: all
+    bool float_out = false;  // y and bias are float32 whatever dtype is
+    // 0: a row's result may depend on how many rows there are (another count, another algorithm).
+    // Else it depends on that row alone: products of exactly that many rows by one algorithm that
+    // splits no sum, the last one from a copy of its rows and into a copy of its results. All
+    // counts share what `tune` has chosen.
+    int fixed_rows = 0;
     auto operator<=>(const Problem&) const = default;
   };
 
@@ -41,9 +49,11 @@ class Linear {
 
  private:
   struct Plan;
-  Plan& plan(const Problem& p);
-  void run(Plan& plan, int candidate, const void* x, const void* weight, const void* bias, void* y,
-           cudaStream_t stream);
+  Plan& plan(Problem p);
+  void multiply(Plan& plan, int candidate, const void* x, const void* weight, const void* bias,
+                void* y, cudaStream_t stream);
+  void run(Plan& plan, int candidate, int64_t rows, const void* x, const void* weight,
+           const void* bias, void* y, cudaStream_t stream);
 
   void* handle_ = nullptr;  // cublasLtHandle_t
   void* workspace_ = nullptr;

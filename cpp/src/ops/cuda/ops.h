@@ -33,6 +33,10 @@ struct AttentionSplit {
 };
 inline constexpr int kLaneTile = 16;  // query rows x group that one pass over the keys serves
 
+// In 16 bit, for decode rows. In float32 for decode rows and prefill chunks: one CTA takes all
+// pages of a (segment, head, lane tile), so that a row's result depends on its query, its pages and
+// what it sees alone. Of a segment's splits the first (index 0) then stands for it and the others
+// are passed over, whatever their pages; partials and arrivals are not used; a CTA fills its SM.
 struct Attention {
   DType dtype;
   Heads heads;
@@ -66,6 +70,7 @@ struct ScoreSplit {
   int32_t predictor, block_begin, block_end;
 };
 
+// In float32 a score depends on its query and its block alone, whatever the splits.
 struct Score {
   DType dtype;
   Heads heads;

@@ -1,4 +1,5 @@
-// Scores of all complete blocks for the queries that predict.
+// Scores of all complete blocks for the queries that predict, in 16 bit; score_float.cu is the
+// other one.
 //
 // Grid: num_ctas, each looping over the units (split, KV head, lane tile). Four warps; warp w takes
 // 16 blocks at a time and keeps kStages of such pieces in flight by itself, across the ends of
@@ -8,8 +9,9 @@
 // Bytes: each summary once a lane tile (4 D bytes in 16 bit) plus 4 bytes a lane and block written.
 // Floor: those bytes / memory bandwidth.
 #include "ops/cuda/check.h"
-#include "ops/cuda/ops.h"
+#include "ops/cuda/float.h"
 #include "ops/cuda/types.cuh"
+#include "ops/cuda/units.cuh"
 
 namespace oasis::cuda {
 namespace {
@@ -26,32 +28,12 @@ struct Cursor {
   int id;                // of the block's page, read one step ahead of its use
 };
 
-struct Unit {
-  ScoreSplit split;
-  Predictor predictor;
-  int head, tile;
-};
-
-__device__ Unit unit_at(const Score& s, int unit) {
-  const int per_split = s.heads.num_kv_heads * s.max_lane_tiles;
-  Unit u;
-  u.split = s.splits[unit / per_split];
-  u.predictor = s.predictors[u.split.predictor];
-  u.head = unit % per_split / s.max_lane_tiles;
-  u.tile = unit % s.max_lane_tiles;
-  return u;
-}
-
-__device__ bool idle(const Score& s, const Unit& u) {
-  return u.tile * kLaneTile >= u.predictor.staged_rows * s.heads.group;
-}
-
 template <class T, int D>
 __device__ void find_next(const Score& s, Cursor& c, int units, int warp) {
   while (c.block >= c.end) {
     c.unit += gridDim.x;
     if (c.unit >= units) return;
-    const Unit u = unit_at(s, c.unit);
+    const ScoreUnit u = unit_at(s, c.unit);
     if (idle(s, u)) continue;
     c.block = u.split.block_begin + warp * kPiece;
     c.end = u.split.block_end;
@@ -86,15 +68,8 @@ __device__ void load_piece(const Score& s, const Cursor& c, int units, uint32_t 
 template <class T>
 __device__ uint32_t factor(uint32_t q, SummaryKind kind, int half) {
   const T* x = reinterpret_cast<const T*>(&q);
-  float f[2];
-  for (int i = 0; i < 2; ++i) {
-    const float v = Element<T>::to_float(x[i]);
-    if (kind == SummaryKind::kMeanStd) f[i] = half == 0 ? v : fabsf(v);
-    if (kind == SummaryKind::kMinMax)
-      f[i] = half == 0 ? (v < 0.0f ? 0.0f : v) : (v > 0.0f ? 0.0f : v);
-    if (kind == SummaryKind::kHalves) f[i] = v;
-  }
-  return Element<T>::pack(f[0], f[1]);
+  return Element<T>::pack(score_factor(Element<T>::to_float(x[0]), kind, half),
+                          score_factor(Element<T>::to_float(x[1]), kind, half));
 }
 
 template <class T, int D>
@@ -118,7 +93,7 @@ __global__ void __launch_bounds__(kThreads, 3) score_kernel(Score s) {
   }
   int stage = 0;
   for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
-    const Unit u = unit_at(s, unit);
+    const ScoreUnit u = unit_at(s, unit);
     if (idle(s, u)) continue;
     const int all_lanes = u.predictor.staged_rows * s.heads.group;
     const int lanes = min(kLaneTile, all_lanes - u.tile * kLaneTile);
@@ -172,10 +147,9 @@ __global__ void __launch_bounds__(kThreads, 3) score_kernel(Score s) {
           const int l = lane / 4 + 8 * i, b = block + n * 8 + lane % 4 * 2;
           if (l >= lanes) continue;
           float x = d[0][n][2 * i], y = d[0][n][2 * i + 1];
-          if (halves) {  // a NaN in either makes the score NaN
-            const float x1 = d[1][n][2 * i], y1 = d[1][n][2 * i + 1];
-            x = x > x1 || x != x ? x : x1;
-            y = y > y1 || y != y ? y : y1;
+          if (halves) {
+            x = larger(x, d[1][n][2 * i]);
+            y = larger(y, d[1][n][2 * i + 1]);
           }
           float* to = scores + static_cast<int64_t>(l) * u.predictor.stride + b;
           if (b + 1 < u.split.block_end)
@@ -216,7 +190,7 @@ int score_ctas_per_sm() { return 3; }
 void score(const Score& s, cudaStream_t stream) {
   if (s.dtype == DType::kBFloat16) return launch<BFloat16>(s, stream);
   if (s.dtype == DType::kFloat16) return launch<Half>(s, stream);
-  refuse("score: dtype", static_cast<int>(s.dtype), "float16 or bfloat16");
+  score_float(s, stream);
 }
 
 }  // namespace oasis::cuda
