@@ -182,6 +182,7 @@ void bind_cuda(py::module_& m) {
   m.def("add_rms_norm", &add_rms_norm);
   m.def("silu_mul", &silu_mul);
   m.def("read", &read);
+  bind_cuda_tokens(m);
   py::class_<cuda::Linear>(m, "Linear")
       .def(py::init<>())
       .def(

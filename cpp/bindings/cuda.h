@@ -8,5 +8,6 @@ namespace oasis {
 namespace py = pybind11;
 
 void bind_cuda(py::module_& m);
+void bind_cuda_tokens(py::module_& m);  // called by bind_cuda
 
 }  // namespace oasis

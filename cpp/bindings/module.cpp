@@ -13,6 +13,7 @@
 #include "backend/cpu/memory.h"
 #include "core.h"
 #include "oasis/ops.h"
+#include "oasis/philox.h"
 
 namespace py = pybind11;
 using namespace oasis;
@@ -113,6 +114,7 @@ PYBIND11_MODULE(_core, m) {
     if (n < 1) throw std::invalid_argument("num_threads must be at least 1");
     g_threads = n;
   });
+  m.def("philox_uniform", &philox_uniform, py::arg("key"), py::arg("counter"));
   py::class_<PackedWeight>(m, "PackedWeight")
       .def(py::init<uintptr_t, int64_t, int64_t>(), py::arg("weight"), py::arg("n"), py::arg("k"))
       .def_readonly("n", &PackedWeight::n)

@@ -133,6 +133,8 @@ struct Row {
   int32_t position;  // -1: padding, skipped
   int32_t page;      // the device page of its block
   int32_t staged;    // where its query goes in the staging buffer; -1: nowhere
+  int32_t request;   // whose it is: a row of the token tables (tokens.h)
+  int32_t draft;     // 0: the token known at `position`; i: the request's draft i - 1
 };
 
 struct Append {

@@ -18,11 +18,7 @@ constexpr int64_t kStagedBytes = 100
                                  << 10;  // two CTAs an SM; above, the scores stay where they are
 
 // Larger float, larger key; NaN below all. Sinks above all.
-__device__ uint32_t key_of(float x) {
-  if (x != x) return 0;
-  const uint32_t bits = __float_as_uint(x == 0.0f ? 0.0f : x);
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
+__device__ uint32_t key_of(float x) { return x != x ? 0 : ordered_bits(x); }
 
 __device__ float warp_max(float x) {
   for (int i = 16; i > 0; i /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, i));

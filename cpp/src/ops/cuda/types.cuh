@@ -57,6 +57,15 @@ struct Element<BFloat16> {
   }
 };
 
+// A number that orders as x does; -0 is 0. x is not NaN.
+__device__ inline uint32_t ordered_bits(float x) {
+  const uint32_t bits = __float_as_uint(x == 0.0f ? 0.0f : x);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+__device__ inline float from_ordered_bits(uint32_t key) {
+  return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
+}
+
 __device__ inline uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
