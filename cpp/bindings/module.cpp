@@ -10,6 +10,7 @@
 #ifdef OASIS_CUDA
 #include "bindings/cuda.h"
 #endif
+#include "bindings/host.h"
 #include "core.h"
 #include "oasis/ops.h"
 
@@ -128,6 +129,7 @@ PYBIND11_MODULE(_core, m) {
       },
       nogil());
 
+  bind_host(m);
 #ifdef OASIS_CUDA
   py::module_ cuda = m.def_submodule("cuda", "The CUDA kernels one by one");
   bind_cuda(cuda);
