@@ -188,7 +188,10 @@ void bind_cuda(py::module_& m) {
   m.def("add_rms_norm", &add_rms_norm);
   m.def("silu_mul", &silu_mul);
   m.def("read", &read);
-  py::class_<cuda::HostMemory, HostMemoryHolder>(m, "HostMemory")
+  py::class_<cuda::HostMemory, HostMemoryHolder>(m, "HostMemory", py::buffer_protocol())
+      .def_buffer([](cuda::HostMemory& h) {  // numpy and torch arrays over it keep it alive
+        return py::buffer_info(reinterpret_cast<uint8_t*>(h.data()), h.bytes());
+      })
       .def(py::init(&host_memory), "bytes"_a, "numa_node"_a = -1, "num_threads"_a = 0,
            "progress"_a = py::none(), "chunk_bytes"_a = cuda::HostMemory::Options().chunk_bytes,
            "assume_bytes"_a = 0, "root"_a = "/")
