@@ -12,7 +12,7 @@ import pytest
 
 from oasiskv.config import EngineConfig
 from oasiskv.engine.llm import LLM
-from oasiskv.engine.machine import memory_bytes
+from oasiskv.engine.machine import memory_left
 from oasiskv.engine.sampling import SamplingParams
 from oasiskv.errors import CapacityError, ConfigError, RequestError
 
@@ -71,7 +71,7 @@ def test_usage_after_an_answer_counts_no_request(llm: LLM) -> None:
 
 
 def test_pools_that_no_machine_has_are_refused() -> None:
-    for options in ({"host_kv_gib": 1e6}, {"device_kv_gib": 1e6}, {"device_kv_gib": memory_bytes() / 2**30}):
+    for options in ({"host_kv_gib": 1e6}, {"device_kv_gib": 1e6}, {"device_kv_gib": 1.5 * memory_left().bytes / 2**30}):
         with pytest.raises(ConfigError, match=rf"{next(iter(options))}.*this machine has"):
             LLM(EngineConfig(**SMALL | options))
 

@@ -18,7 +18,7 @@ def test_core_is_clean(sanitizer: str) -> None:
     assert configured.returncode == 0, configured.stdout + configured.stderr
     built = subprocess.run(["cmake", "--build", build], capture_output=True, text=True)
     assert built.returncode == 0, built.stdout[-4000:]
-    for program, expected in (["core_stress", "60"], "ok requests=60"), (["nan_rows"], "ok"):
+    for program, expected in (["core_stress", "60"], "ok requests=60"), (["nan_rows"], "ok"), (["host_range"], "ok"):
         ran = subprocess.run([build / program[0], *program[1:]], capture_output=True, text=True, timeout=300)
         assert ran.returncode == 0, ran.stdout + ran.stderr[-6000:]
         assert ran.stdout.startswith(expected)

@@ -4,11 +4,13 @@
 #include "bindings/cuda.h"
 
 #include <array>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include <pybind11/stl.h>
 
+#include "backend/cuda/host_memory.h"
 #include "ops/cuda/linear.h"
 #include "ops/cuda/ops.h"
 #include "ops/cuda/prefill.h"
@@ -98,7 +100,7 @@ void append(const py::kwargs& kwargs) {
   cuda::Append a;
   READ(dtype), READ(heads), READ(qkv), READ(rows), READ(cos), READ(sin), READ(q_norm), READ(k_norm),
       READ(norm_eps), READ(q), READ(staged);
-  READ(pool);
+  READ(pool), READ(num_copies);
   cuda::append(a, args.number("num_rows"), args.stream());
 }
 
@@ -160,6 +162,30 @@ void read(uintptr_t from, int64_t bytes, uintptr_t out, int num_ctas, uintptr_t 
              reinterpret_cast<cudaStream_t>(stream));
 }
 
+// Unpinning many GiB takes seconds, in which other threads may run.
+struct DeleteWithoutGil {
+  void operator()(cuda::HostMemory* memory) const {
+    py::gil_scoped_release release;
+    delete memory;
+  }
+};
+using HostMemoryHolder = std::unique_ptr<cuda::HostMemory, DeleteWithoutGil>;
+
+HostMemoryHolder host_memory(int64_t bytes, int numa_node, int num_threads,
+                             const py::object& progress, int64_t chunk_bytes, int64_t assume_bytes,
+                             const std::string& root) {
+  cuda::HostMemory::Options o;
+  o.bytes = bytes, o.numa_node = numa_node, o.num_threads = num_threads;
+  o.chunk_bytes = chunk_bytes, o.assume_bytes = assume_bytes, o.root = root;
+  o.progress = [&](int64_t done, int64_t total) {
+    py::gil_scoped_acquire acquire;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();  // Ctrl-C, without a callback too
+    if (!progress.is_none()) progress(done, total);
+  };
+  py::gil_scoped_release release;
+  return HostMemoryHolder(new cuda::HostMemory(o));
+}
+
 }  // namespace
 
 void bind_cuda(py::module_& m) {
@@ -183,6 +209,20 @@ void bind_cuda(py::module_& m) {
   m.def("silu_mul", &silu_mul);
   m.def("read", &read);
   bind_cuda_tokens(m);
+  py::class_<cuda::HostMemory, HostMemoryHolder>(m, "HostMemory", py::buffer_protocol())
+      .def_buffer([](cuda::HostMemory& h) {  // numpy and torch arrays over it keep it alive
+        return py::buffer_info(reinterpret_cast<uint8_t*>(h.data()), h.bytes());
+      })
+      .def(py::init(&host_memory), "bytes"_a, "numa_node"_a = -1, "num_threads"_a = 0,
+           "progress"_a = py::none(), "chunk_bytes"_a = cuda::HostMemory::Options().chunk_bytes,
+           "assume_bytes"_a = 0, "root"_a = "/")
+      .def_property_readonly(
+          "address",
+          [](const cuda::HostMemory& h) { return reinterpret_cast<uintptr_t>(h.data()); })
+      .def_property_readonly("bytes", &cuda::HostMemory::bytes)
+      .def_property_readonly("chunk_bytes", &cuda::HostMemory::chunk_bytes)
+      .def_property_readonly("numa_node", &cuda::HostMemory::numa_node)
+      .def_property_readonly("seconds", &cuda::HostMemory::seconds);
   py::class_<cuda::Linear>(m, "Linear")
       .def(py::init<>())
       .def(

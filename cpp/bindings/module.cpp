@@ -11,6 +11,7 @@
 #include "bindings/cuda.h"
 #endif
 #include "backend/cpu/memory.h"
+#include "bindings/host.h"
 #include "core.h"
 #include "oasis/ops.h"
 #include "oasis/philox.h"
@@ -133,6 +134,7 @@ PYBIND11_MODULE(_core, m) {
       },
       nogil());
 
+  bind_host(m);
 #ifdef OASIS_CUDA
   py::module_ cuda = m.def_submodule("cuda", "The CUDA kernels one by one");
   bind_cuda(cuda);

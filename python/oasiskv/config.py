@@ -70,6 +70,7 @@ class EngineConfig:
     max_seq_len: int | None = None  # None: the model's
     device_kv_gib: float = 2.0
     host_kv_gib: float = 4.0
+    host_memory_gib: float | None = None  # what the machine has in all, where memory grows with use; None: what it says of itself
     num_threads: int | None = None  # None: the cores this process may use
     trace: bool = False
     transfer_delay_us: int = 0  # fault injection for tests
@@ -109,6 +110,8 @@ class EngineConfig:
         _in_range("transfer_delay_us", self.transfer_delay_us, 0, 10_000_000)
         _size_gib("device_kv_gib", self.device_kv_gib)
         _size_gib("host_kv_gib", self.host_kv_gib)
+        if self.host_memory_gib is not None:
+            _size_gib("host_memory_gib", self.host_memory_gib)
         self._check_drafter()
 
     def _check_drafter(self) -> None:

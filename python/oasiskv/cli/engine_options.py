@@ -32,6 +32,10 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-seq-len", type=int, default=d.max_seq_len, help="prompt and output tokens; None: the model's")
     group.add_argument("--device-kv-gib", type=float, default=d.device_kv_gib, help="fast tier of the KV cache")
     group.add_argument("--host-kv-gib", type=float, default=d.host_kv_gib, help="slow tier of the KV cache")
+    group.add_argument(
+        "--host-memory-gib", type=float, default=d.host_memory_gib,
+        help="memory of the machine, where it grows with use; None: what a control group or the system says",
+    )  # fmt: skip
     group.add_argument("--num-threads", type=int, default=d.num_threads, help="None: the cores this process may use")
 
 

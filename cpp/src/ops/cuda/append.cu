@@ -23,6 +23,7 @@ __global__ void append_kernel(Append a, int rows) {
   constexpr int kPairs = D / 64;  // of (d, d + D / 2) a thread
   const int h = a.heads.num_kv_heads, hq = h * a.heads.group, all = hq + 2 * h;
   const int unit = blockIdx.x * kWarpsPerCta + threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (unit == 0 && lane == 0) *a.num_copies = 0;
   if (unit >= rows * all) return;
   const int row = unit / all, head = unit % all;
   const Row r = a.rows[row];

@@ -146,6 +146,7 @@ struct Append {
   const void *q_norm, *k_norm;  // [D] weights of a norm a head, or null
   float norm_eps;
   void *q, *staged, *pool;  // q [row][Hq][D]; pool: one layer
+  int32_t* num_copies;      // set to zero for the selection that comes next
 };
 void append(const Append& a, int rows, cudaStream_t stream);
 
