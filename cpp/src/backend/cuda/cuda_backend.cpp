@@ -51,9 +51,13 @@ CudaBackend::CudaBackend(const CoreConfig& config, const float* cos, const float
       ring_(std::max(arrays_.max_bytes(), 4 * tables_.host_stride()), foreground_) {
   const int64_t batch = config_.max_batch_size, drafts = std::max(1, config_.max_draft_len);
   const int64_t hq = config_.num_q_heads, layers = config_.num_layers;
-  if (config_.host_blocks > 0)
-    host_ = std::make_unique<HostMemory>(
-        HostMemory::Options{.bytes = config_.host_blocks * config_.page_bytes()});
+  if (config_.host_blocks > 0) {
+    HostMemory::Options options;
+    options.bytes = config_.host_blocks * config_.page_bytes();
+    options.assume_bytes = config_.host_assume_bytes;
+    options.progress = config_.host_progress;
+    host_ = std::make_unique<HostMemory>(options);
+  }
   q_ = DeviceMemory(config_.max_num_tokens * hq * config_.head_dim * element_bytes_, "queries");
   cut_.attention_ctas = sms_ * attention_ctas_per_sm();
   cut_.score_ctas = sms_ * score_ctas_per_sm();

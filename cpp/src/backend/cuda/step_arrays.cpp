@@ -127,7 +127,7 @@ void StepArrays::add_attention(const StepPlan& plan, const Cutting& cut, char* t
   }
   if (!any_prefill) return;
   const std::vector<PrefillTile> tiles =
-      prefill_tiles(prefill, {config_.num_kv_heads, config_.group(), config_.head_dim});
+      cuda::prefill_tiles(prefill, {config_.num_kv_heads, config_.group(), config_.head_dim});
   counts_.prefill_tiles = static_cast<int32_t>(tiles.size());
   std::copy(tiles.begin(), tiles.end(), reinterpret_cast<PrefillTile*>(to + prefill_tiles_at_));
 }

@@ -10,6 +10,7 @@
 #include "backend/cuda/resources.h"
 #include "backend/cuda/upload_ring.h"
 #include "ops/cuda/ops.h"
+#include "ops/cuda/prefill.h"
 #include "pipeline/step_plan.h"
 
 namespace oasis::cuda {
