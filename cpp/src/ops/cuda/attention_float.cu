@@ -111,10 +111,11 @@ __device__ void attend(const Attention& a, const AttentionUnit& u, int lanes,
     wait_copies<kStages - 1>();
     __syncwarp();
     float s[kGroups][2] = {};
-    const float4* keys = reinterpret_cast<const float4*>(mine.pages[stage][token]);
+    const float4* keys[2] = {reinterpret_cast<const float4*>(mine.pages[stage][token]),
+                             reinterpret_cast<const float4*>(mine.pages[stage][token + 8])};
 #pragma unroll 8
     for (int c = 0; c < kChunks; ++c) {
-      const float4 k0 = keys[c ^ token], k1 = keys[8 * kChunks + (c ^ token)];
+      const float4 k0 = keys[0][c ^ token], k1 = keys[1][c ^ token];
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
         const float4 q = reinterpret_cast<const float4*>(shared.q[4 * g + first])[c];
@@ -156,11 +157,10 @@ __device__ void attend(const Attention& a, const AttentionUnit& u, int lanes,
     stage = (stage + 1) % kStages;
   }
 
-  float* parts = mine.pages[0][0];
 #pragma unroll
   for (int l = 0; l < 4 * kGroups; ++l)
 #pragma unroll
-    for (int d = 0; d < kColumns; ++d) parts[l * D + lane * kColumns + d] = o[l][d];
+    for (int d = 0; d < kColumns; ++d) mine.pages[0][l][lane * kColumns + d] = o[l][d];
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) {
     for (int i = 1; i < 8; i *= 2) sums[g] = __fadd_rn(sums[g], __shfl_xor_sync(~0u, sums[g], i));
@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(32 * warps_for(D), 1) attention_kernel(Attenti
     };
     __syncthreads();  // the unit before is done with the shared memory
     for (int i = threadIdx.x; i < kLaneTile * D; i += kThreads)
-      shared.q[0][i] = i < lanes * D ? static_cast<const float*>(a.q)[at(i)] * scale : 0.0f;
+      shared.q[i / D][i % D] = i < lanes * D ? static_cast<const float*>(a.q)[at(i)] * scale : 0.0f;
     __syncthreads();
     if (lanes <= 4)
       attend<D, 1>(a, u, lanes, shared);
@@ -210,7 +210,7 @@ __global__ void __launch_bounds__(32 * warps_for(D), 1) attention_kernel(Attenti
       for (int w = 0; w < kWarps; ++w) {
         const WarpMemory<D>& part = shared.warps[w];
         const float weight = part.tops[lane] == -INFINITY ? 0.0f : exp2f(part.tops[lane] - top);
-        value = fmaf(part.pages[0][0][i], weight, value);
+        value = fmaf(part.pages[0][lane][i % D], weight, value);
         sum = fmaf(part.sums[lane], weight, sum);
       }
       static_cast<float*>(a.out)[at(i)] = value / sum;

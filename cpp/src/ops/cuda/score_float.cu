@@ -20,7 +20,7 @@ constexpr int kWarps = 4, kThreads = 32 * kWarps, kPiece = 16, kGroups = kLaneTi
 template <int D>
 __global__ void __launch_bounds__(kThreads, 3) score_kernel(Score s) {
   constexpr int kChunks = D / 4;
-  __shared__ float4 factors[2][kLaneTile][kChunks];
+  __shared__ __align__(16) float factors[2][kLaneTile][D];
   const int warp = threadIdx.x / 32, first = threadIdx.x % 32 / 8, block = threadIdx.x % 8;
   const int group = s.heads.group, hq = s.heads.num_kv_heads * group;
   const int units = *s.num_splits * s.heads.num_kv_heads * s.max_lane_tiles;
@@ -38,8 +38,7 @@ __global__ void __launch_bounds__(kThreads, 3) score_kernel(Score s) {
       const int64_t row = p.staged0 + lane / group;
       const float q = static_cast<const float*>(
           s.staged)[(row * hq + u.head * group + lane % group) * D + i % D];
-      for (int v = 0; v < 2; ++v)
-        reinterpret_cast<float*>(factors[v])[i] = score_factor(q, s.kind, v);
+      for (int v = 0; v < 2; ++v) factors[v][i / D][i % D] = score_factor(q, s.kind, v);
     }
     __syncthreads();
     const int32_t* table = s.summary_pages + static_cast<int64_t>(p.request) * s.summary_stride;
@@ -65,7 +64,7 @@ __global__ void __launch_bounds__(kThreads, 3) score_kernel(Score s) {
 #pragma unroll
           for (int g = 0; g < kGroups; ++g) {
             if (4 * g >= lanes) break;
-            const float4 f = factors[v][4 * g + first][c];
+            const float4 f = reinterpret_cast<const float4*>(factors[v][4 * g + first])[c];
 #pragma unroll
             for (int n = 0; n < 2; ++n) sums[g][n][v] = dot(f, x[n], sums[g][n][v]);
           }
