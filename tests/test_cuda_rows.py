@@ -21,8 +21,8 @@ def test_append(dtype: str, dim: int, norm: bool) -> None:
     t, hq = DTYPES[dtype], heads * group
     qkv = torch.randn(rows, (hq + 2 * heads) * dim, device="cuda").to(t)
     positions = torch.randperm(pages * 16)[:rows]
-    table = [(int(p), int(p) // 16, i // 2 if i % 2 else -1) for i, p in enumerate(positions)]
-    table[4] = (-1, 0, -1)
+    table = [(int(p), int(p) // 16, i // 2 if i % 2 else -1, 3, i % 2) for i, p in enumerate(positions)]
+    table[4] = (-1, 0, -1, 0, 0)
     angles = torch.rand(pages * 16, dim // 2, device="cuda") * 6
     cos, sin = angles.cos(), angles.sin()
     weights = [torch.rand(dim, device="cuda").to(t) + 0.5 for _ in range(2)]
@@ -48,7 +48,7 @@ def test_append(dtype: str, dim: int, norm: bool) -> None:
         c, s = cos[position].double(), sin[position].double()
         return torch.cat([a * c - b * s, b * c + a * s])
 
-    for row, (position, page, to) in enumerate(table):
+    for row, (position, page, to, *_) in enumerate(table):
         if position < 0:
             assert torch.isnan(q[row]).all()
             continue
@@ -62,7 +62,7 @@ def test_append(dtype: str, dim: int, norm: bool) -> None:
             assert torch.equal(pool[page, h, 1, position % 16], qkv.view(rows, -1, dim)[row, hq + heads + h])
             written[page, h, :, position % 16] = True
     assert torch.isnan(pool[~written.cuda()]).all()
-    assert torch.isnan(staged[[i for i in range(rows) if i not in {s for _, _, s in table}]]).all()
+    assert torch.isnan(staged[[i for i in range(rows) if i not in {s for _, _, s, *_ in table}]]).all()
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))

@@ -7,9 +7,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from oasiskv import _core
 from oasiskv.engine.sampler import Sampler, SampleRow
 from oasiskv.engine.sampling import SamplingParams
 
@@ -116,3 +117,12 @@ def test_extremes_stay_finite():
         got = Sampler([]).sample(logits, [SampleRow(params, [0, 1], 2)])[0]
         assert got.token_id == 0
         assert got.logprob is None or math.isfinite(got.logprob)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
+@example(0, 0)
+@example(2**64 - 1, 2**64 - 1)
+def test_uniform_numbers_of_the_core_are_numpys(seed, position):
+    expected = np.random.Generator(np.random.Philox(key=seed, counter=position)).random()
+    assert _core.philox_uniform(seed, position) == expected
