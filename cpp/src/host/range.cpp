@@ -186,11 +186,13 @@ void work_through(char* data, int64_t bytes, const PageWork& work) {
   Work(data, bytes, work).run();
 }
 
-double fill_seconds(int64_t bytes, int num_threads) {
+double fill_seconds(int64_t bytes, int num_threads,
+                    std::function<void(int64_t, int64_t)> progress) {
   const auto begin = std::chrono::steady_clock::now();
   const HostRange range(bytes);
   PageWork work;
   work.num_threads = num_threads;
+  work.progress = std::move(progress);
   work.on_piece = [](char* data, int64_t piece) { std::memset(data, 1, piece); };
   work_through(range.data(), range.bytes(), work);
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();

@@ -54,7 +54,9 @@ struct PageWork {
 // current call has returned, and is thrown from here.
 void work_through(char* data, int64_t bytes, const PageWork& work);
 
-// Seconds that `num_threads` threads need to fill fresh memory of that size with ones.
-double fill_seconds(int64_t bytes, int num_threads);
+// Seconds that `num_threads` threads need to fill fresh memory of that size with ones. `progress`
+// as in PageWork.
+double fill_seconds(int64_t bytes, int num_threads,
+                    std::function<void(int64_t done, int64_t total)> progress = {});
 
 }  // namespace oasis
