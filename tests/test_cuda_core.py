@@ -153,7 +153,11 @@ def test_integers_match_exactly(dtype: str) -> None:
 def test_preemption_and_cancels(dtype: str) -> None:
     rng = random.Random(dtype + "tight")
     cases = [
-        Lockstep(random_shape(rng, spare_pages=rng.choice([0, 2]), requests=4, cancel=0.02), dtype, 100 + seed)
+        Lockstep(
+            random_shape(rng, spare_pages=rng.choice([0, 2]), requests=5, prompts=(60, 200), new_tokens=(30, 90), cancel=0.01),
+            dtype,
+            100 + seed,
+        )
         for seed in range(2 if SMALL else 6)
     ]
     for case in cases:

@@ -29,13 +29,15 @@ def test_append(dtype: str, dim: int, norm: bool) -> None:
     q = torch.full((rows, hq, dim), NAN, dtype=t, device="cuda")
     staged = torch.full((rows, hq, dim), NAN, dtype=t, device="cuda")
     pool = torch.full((pages, heads, 2, 16, dim), NAN, dtype=t, device="cuda")
-    keep = ints(table)
+    keep, copies = ints(table), ints([7])
     _core.cuda.append(
         dtype=dtype, num_kv_heads=heads, group=group, head_dim=dim, qkv=qkv.data_ptr(), rows=keep.data_ptr(), cos=cos.data_ptr(),
         sin=sin.data_ptr(), q_norm=weights[0].data_ptr() if norm else 0, k_norm=weights[1].data_ptr() if norm else 0, norm_eps=1e-6,
-        q=q.data_ptr(), staged=staged.data_ptr(), pool=pool.data_ptr(), num_rows=rows, stream=stream(),
+        q=q.data_ptr(), staged=staged.data_ptr(), pool=pool.data_ptr(), num_copies=copies.data_ptr(), num_rows=rows,
+        stream=stream(),
     )  # fmt: skip
     torch.cuda.synchronize()
+    assert int(copies) == 0
     x = qkv.double().view(rows, hq + 2 * heads, dim)
     written = torch.zeros(pool.shape[:4], dtype=torch.bool)
     tolerance = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 8e-3}[dtype]

@@ -66,6 +66,7 @@ def check_use(memory: _core.cuda.HostMemory, count: int) -> dict[str, float]:
     inside, anywhere = places(memory.bytes, memory.chunk_bytes, count, rng)
     for place in anywhere:
         array[place : place + PLACE] = rng.integers(0, 256, PLACE, dtype=np.uint8)
+    torch.cuda.init()  # else torch says of nothing that it is pinned
     host = torch.from_numpy(array)
     if not host.is_pinned():
         raise EngineError("CUDA does not take the memory for pinned")
