@@ -33,7 +33,8 @@ class Lockstep:
             cfg.host_blocks = 0
         self.gpu = _core.Core(cfg, cos.ctypes.data, sin.ctypes.data)
         self.cfg, self.tokens, self.rows = cfg, {}, {}
-        self.sparse_steps = self.preemptions = self.admitted = self.records = 0
+        self.sparse_steps = self.preemptions = self.resumed_sparse = self.admitted = self.records = self.steps = 0
+        self.last_step: dict[int, int] = {}
         self.parted = False  # by a tie on real inputs
         for i, (prompt, new) in enumerate(wanted):
             make = integer_rows if s.integer else real_rows
@@ -68,7 +69,10 @@ class Lockstep:
         if not groups:
             return
         new, parts = {}, []
+        self.steps += 1
         for g in groups:
+            self.resumed_sparse += g.kind == "sparse" and self.last_step[g.id] < self.steps - 1
+            self.last_step[g.id] = self.steps
             rows = self.rows[g.id][:, g.start : g.start + g.rows].copy()
             if g.logits_rows:
                 most = max(1, g.drafts) if s.accept and g.kind != "prefill" else 1
@@ -154,15 +158,25 @@ def test_preemption_and_cancels(dtype: str) -> None:
     rng = random.Random(dtype + "tight")
     cases = [
         Lockstep(
-            random_shape(rng, spare_pages=rng.choice([0, 2]), requests=5, prompts=(60, 200), new_tokens=(30, 90), cancel=0.01),
+            random_shape(
+                rng,
+                spare_pages=i % 4,
+                requests=5,
+                prompts=(20, 100),
+                new_tokens=(60, 150),
+                top_k=9,
+                sparse_from=32 if i % 2 else 200,
+                cancel=0.005,
+            ),
             dtype,
-            100 + seed,
+            100 + i,
         )
-        for seed in range(2 if SMALL else 6)
+        for i in range(2 if SMALL else 8)
     ]
     for case in cases:
         case.run()
-    assert SMALL or sum(c.preemptions for c in cases) > 5
+    assert SMALL or sum(c.preemptions for c in cases) > 10
+    assert SMALL or sum(c.resumed_sparse for c in cases) > 2
 
 
 def test_real_inputs_part_only_at_ties() -> None:
