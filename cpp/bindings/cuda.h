@@ -7,7 +7,10 @@ namespace oasis {
 
 namespace py = pybind11;
 
+class Core;
+
 void bind_cuda(py::module_& m);
+void bind_cuda_core(py::module_& m, py::class_<Core>& core);
 void bind_cuda_tokens(py::module_& m);  // called by bind_cuda
 
 }  // namespace oasis

@@ -1,5 +1,6 @@
 // The only file that knows Python. Arrays cross as addresses: the callers in python/oasiskv/ops.py
 // and engine/ check shapes and dtypes.
+#include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -164,21 +165,36 @@ PYBIND11_MODULE(_core, m) {
       .def_readwrite("max_num_tokens", &CoreConfig::max_num_tokens)
       .def_readwrite("max_seq_len", &CoreConfig::max_seq_len)
       .def_readwrite("num_threads", &CoreConfig::num_threads)
+      .def_readwrite("qk_norms", &CoreConfig::qk_norms)
+      .def_readwrite("norm_eps", &CoreConfig::norm_eps)
+      .def_readwrite("graphs", &CoreConfig::graphs)
+      .def_readwrite("gather_ctas", &CoreConfig::gather_ctas)
+      .def_readwrite("host_assume_bytes", &CoreConfig::host_assume_bytes)
+      .def_readwrite("host_progress", &CoreConfig::host_progress)
       .def_readwrite("trace", &CoreConfig::trace)
       .def_readwrite("transfer_delay_us", &CoreConfig::transfer_delay_us)
       .def_readwrite("fault_seed", &CoreConfig::fault_seed)
+      .def_property_readonly("summary_bytes",
+                             [](const CoreConfig& c) {  // of the whole pool
+                               return c.summary_pages_needed() * c.summary_page_elements() *
+                                      element_bytes(dtype_from(c.dtype)) * c.num_layers;
+                             })
       .def_property_readonly("page_bytes", [](const CoreConfig& c) { return c.page_bytes(); });
 
   py::class_<RowGroup>(m, "RowGroup")
       .def_readonly("id", &RowGroup::id)
+      .def_property_readonly("table_row", [](const RowGroup& g) { return g.seq->row().value; })
       .def_property_readonly("kind", [](const RowGroup& g) { return kind_name(g.kind); })
       .def_readonly("start", &RowGroup::start)
       .def_readonly("rows", &RowGroup::rows)
       .def_readonly("drafts", &RowGroup::drafts)
       .def_readonly("logits_rows", &RowGroup::logits_rows);
 
-  py::class_<Core>(m, "Core")
-      .def(py::init([](const CoreConfig& c, uintptr_t cos, uintptr_t sin) {
+  py::class_<Core> core(m, "Core");
+#ifdef OASIS_CUDA
+  bind_cuda_core(m, core);
+#endif
+  core.def(py::init([](const CoreConfig& c, uintptr_t cos, uintptr_t sin) {
         return std::make_unique<Core>(c, in(cos), in(sin));
       }))
       .def("check", &Core::check)
@@ -195,15 +211,18 @@ PYBIND11_MODULE(_core, m) {
       .def("commit", &Core::commit)
       .def("abort_step", &Core::abort_step, nogil())
       .def("drain", &Core::drain, nogil())
-      .def("stats",
-           [](Core& c, RequestId id) {
-             RequestStats s;
-             {
-               py::gil_scoped_release release;
-               s = c.stats(id);
-             }
-             return stats_dict(s);
-           })
+      .def(
+          "stats",
+          [](Core& c, RequestId id, int64_t step) {
+            RequestStats s;
+            {
+              py::gil_scoped_release release;
+              s = c.stats(id, step);
+            }
+            return stats_dict(s);
+          },
+          py::arg("id"), py::arg("step") = 0)
+      .def_property_readonly("last_step", &Core::last_step)
       .def("usage", [](Core& c) { return usage_dict(c.usage()); })
       .def("take_trace", [](Core& c) {
         std::vector<TraceRecord> records;

@@ -46,7 +46,10 @@ std::vector<std::pair<RequestId, int>> Core::begin_step() {
 std::shared_ptr<const StepPlan> Core::plan(const std::map<RequestId, int>& drafts) {
   if (step_) throw std::logic_error("plan() before commit() or abort_step() of the last step");
   auto plan = scheduler_->plan(drafts);
-  if (plan) backend_->begin(plan);
+  if (plan) {
+    backend_->begin(plan);
+    last_step_ = plan->step;
+  }
   step_ = std::move(plan);
   next_layer_ = 0;
   return step_;
@@ -77,11 +80,35 @@ bool Core::end(RequestId id) {
   return scheduler_->end(id);
 }
 
-RequestStats Core::stats(RequestId id) {
+RequestStats Core::stats(RequestId id, int64_t step) {
   const Request* r = scheduler_->find(id);
   if (!r || !r->seq) return {};
-  return {r->seq->stats, backend_->stats(*r->seq)};
+  return {r->seq->stats, backend_->stats(*r->seq, step > 0 ? step : last_step_)};
 }
+
+#ifdef OASIS_CUDA
+cuda::CudaBackend& Core::cuda() {
+  auto* backend = dynamic_cast<cuda::CudaBackend*>(backend_.get());
+  if (!backend) throw std::logic_error("this core's backend is " + config_.backend);
+  return *backend;
+}
+
+void Core::begin_capture() {
+  if (!step_ || next_layer_ != 0) throw std::logic_error("begin_capture() out of order");
+  cuda().begin_capture();
+}
+
+void Core::end_capture() {
+  cuda().end_capture();
+  next_layer_ = 0;
+}
+
+void Core::launch() {
+  if (!step_ || next_layer_ != 0) throw std::logic_error("launch() out of order");
+  cuda().launch();
+  next_layer_ = config_.num_layers;
+}
+#endif
 
 Usage Core::usage() {
   return {pools_.device.size(),

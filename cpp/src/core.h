@@ -10,6 +10,10 @@
 
 namespace oasis {
 
+namespace cuda {
+class CudaBackend;
+}
+
 struct Usage {
   int64_t device_pages, device_pages_free, host_blocks, host_blocks_free, summary_pages,
       summary_pages_free;
@@ -44,8 +48,18 @@ class Core {
   // step. Its requests must be ended.
   void abort_step();
 
-  RequestStats stats(RequestId id);
+  // As of `step`, one of the last two; 0: the last.
+  RequestStats stats(RequestId id, int64_t step);
+#ifdef OASIS_CUDA
+  cuda::CudaBackend& cuda();  // throws std::logic_error on another backend
+  // Captures the caller's layers in between: forward() of each, on the backend's stream. The step
+  // has not run then.
+  void begin_capture();
+  void end_capture();
+  void launch();  // runs the captured step, in place of forward()
+#endif
   Usage usage();
+  int64_t last_step() const { return last_step_; }  // the last that was planned; 0: none
   void drain() { backend_->drain(); }
   std::vector<TraceRecord> take_trace() { return backend_->take_trace(); }
 
@@ -55,6 +69,7 @@ class Core {
   std::unique_ptr<Backend> backend_;
   std::unique_ptr<Scheduler> scheduler_;
   std::shared_ptr<StepPlan> step_;  // between plan() and commit()
+  int64_t last_step_ = 0;
   int next_layer_ = 0;
 };
 

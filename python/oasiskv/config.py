@@ -9,6 +9,7 @@ from decimal import ROUND_FLOOR, Context, Decimal, InvalidOperation
 from oasiskv.errors import ConfigError
 
 BLOCK_TOKENS = 16
+BACKENDS = ("cpu", "cuda")
 MAX_DRAFT_LEN = 15
 SUMMARIES = ("mean_std", "minmax", "halves")
 GROUP_COMBINES = ("softmax_sum", "max", "sum")
@@ -53,8 +54,9 @@ class EngineConfig:
     """
 
     model: str = "smollm2-135m"
-    dtype: str = "float32"  # of the stored checkpoint; the CPU backend computes in float32
+    dtype: str = "float32"  # of an imported checkpoint as stored, and of CUDA's computations; the CPU backend computes in float32
     backend: str = "cpu"
+    dummy_weights: bool = False  # random ones for a model of models/presets.py: benchmarks
     dense: bool = False
     top_k_blocks: int = 128
     fetch_ratio: str | float = "0.05"  # of top_k_blocks, or "all"
@@ -71,6 +73,10 @@ class EngineConfig:
     device_kv_gib: float = 2.0
     host_kv_gib: float = 4.0
     host_memory_gib: float | None = None  # what the machine has in all, where memory grows with use; None: what it says of itself
+    batch_invariant: bool = False  # CUDA: no row's result depends on its batch; slower. The CPU backend's never does
+    cuda_graphs: bool = True
+    gather_ctas: int = 4  # SMs that fetch over the link
+    foreground_sms: int = 0  # that matrix products leave to the gather by using only so many; 0: all
     num_threads: int | None = None  # None: the cores this process may use
     trace: bool = False
     transfer_delay_us: int = 0  # fault injection for tests
@@ -79,13 +85,16 @@ class EngineConfig:
         object.__setattr__(self, "fetch_ratio", str(self.fetch_ratio).strip())
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(f"model = {self.model!r}: give a name such as smollm2-135m, or a path")
-        for flag in ("dense", "accept_drafts", "trace"):
+        for flag in ("dense", "accept_drafts", "trace", "dummy_weights", "batch_invariant", "cuda_graphs"):
             if not isinstance(getattr(self, flag), bool):
                 raise ConfigError(f"{flag} = {getattr(self, flag)!r}: must be true or false")
         if self.drafter == "previous":  # the normal row's query predicts: no draft rows
             object.__setattr__(self, "draft_len", 0)
-        if self.backend != "cpu":
-            raise ConfigError(f"backend = {self.backend!r}: this build has the backend cpu only")
+        _one_of("backend", self.backend, BACKENDS)
+        if self.backend == "cpu" and self.dummy_weights:
+            raise ConfigError("dummy_weights with the backend cpu: they are for benchmarks on a GPU; use backend cuda")
+        if self.backend == "cuda" and self.batch_invariant and self.dtype != "float32":
+            raise ConfigError(f"batch_invariant with dtype = {self.dtype!r}: attention in 16 bit is cut by the batch; use float32")
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("summary", self.summary, SUMMARIES)
         _one_of("group_combine", self.group_combine, GROUP_COMBINES)
@@ -109,7 +118,10 @@ class EngineConfig:
             _in_range("num_threads", self.num_threads, 1, 1024)
         _in_range("transfer_delay_us", self.transfer_delay_us, 0, 10_000_000)
         _size_gib("device_kv_gib", self.device_kv_gib)
-        _size_gib("host_kv_gib", self.host_kv_gib)
+        if not (self.host_kv_gib == 0 and self.dense and self.backend == "cuda"):  # then nothing is preempted
+            _size_gib("host_kv_gib", self.host_kv_gib)
+        _in_range("gather_ctas", self.gather_ctas, 1, 64)
+        _in_range("foreground_sms", self.foreground_sms, 0, 1024)
         if self.host_memory_gib is not None:
             _size_gib("host_memory_gib", self.host_memory_gib)
         self._check_drafter()

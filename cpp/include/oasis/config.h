@@ -50,7 +50,8 @@ struct CoreConfig {
   // CUDA only.
   std::vector<std::pair<uintptr_t, uintptr_t>> qk_norms;  // a layer's [D] weights; empty: none
   float norm_eps = 0.0f;
-  int gather_ctas = 4;            // SMs that fetch over the link
+  bool graphs = true;             // decode steps run as CUDA graphs
+  int gather_ctas = 4;            // SMs that fetch over the link; 0: nothing is fetched (ablations)
   int64_t host_assume_bytes = 0;  // memory there is for the host pool; 0: as the machine says
   std::function<void(int64_t done, int64_t total)> host_progress;  // bytes that are pinned
 

@@ -42,7 +42,8 @@ class Backend {
   virtual void forward(int layer, const void* qkv, void* out) = 0;
   virtual void abort() = 0;
 
-  virtual LookaheadStats stats(const SequenceKv& seq) = 0;
+  // As of `step`, one of the last two of which all layers ran; waits for its background.
+  virtual LookaheadStats stats(const SequenceKv& seq, int64_t step) = 0;
   virtual std::vector<TraceRecord> take_trace() = 0;  // after drain()
   // Until nothing is under way; throws what the background threw.
   virtual void drain() = 0;

@@ -31,6 +31,8 @@ struct Request {
   std::unique_ptr<SequenceKv> seq;
 
   int64_t max_tokens() const { return prompt_tokens + max_new_tokens; }
+  // It has all its tokens and waits to be ended: the caller may learn late that it has.
+  bool exhausted() const { return tokens >= max_tokens(); }
   bool running() const { return state == RequestState::kPrefill || state == RequestState::kDecode; }
 };
 

@@ -125,7 +125,7 @@ bool Scheduler::make_room(Request& r, int64_t total_pages) {
 
 void Scheduler::turn_sparse() {
   for (const auto& r : requests_) {
-    if (!r->first_choice || r->state != RequestState::kDecode) continue;
+    if (!r->first_choice || r->state != RequestState::kDecode || r->exhausted()) continue;
     const FirstChoice& first = *r->first_choice;
     if (!make_room(*r, first.complete + 2)) continue;  // preempted: after it resumes
     backend_.sparsify(*r->seq, first.complete, first.step);
@@ -178,7 +178,7 @@ std::vector<std::pair<RequestId, int>> Scheduler::begin_step() {
   std::vector<std::pair<RequestId, int>> wanted;
   for (const auto& r :
        requests_) {  // oldest first: making room for one never takes from an older one
-    if (r->state != RequestState::kDecode) continue;
+    if (r->state != RequestState::kDecode || r->exhausted()) continue;
     const int rows = draft_rows(*r);
     r->grows = r->seq->grows();
     if (make_room(*r, decode_pages(*r, 1 + rows)) && rows > 0) wanted.emplace_back(r->id, rows);
@@ -193,7 +193,7 @@ std::shared_ptr<StepPlan> Scheduler::plan(const std::map<RequestId, int>& drafts
   auto plan = std::make_shared<StepPlan>();
   plan->step = step_ + 1;
   for (const auto& r : requests_) {
-    if (r->state != RequestState::kDecode) continue;
+    if (r->state != RequestState::kDecode || r->exhausted()) continue;
     const auto d = drafts.find(r->id);
     add_decode(*plan, *r, d == drafts.end() ? 0 : d->second);
   }

@@ -140,9 +140,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if argv is None else argv
+    backend = argparse.ArgumentParser(add_help=False)
+    backend.add_argument("--backend", choices=["cpu", "cuda"], default="cpu")
+    if backend.parse_known_args(arguments)[0].backend == "cuda":
+        from oasiskv.bench import decode_cuda
+
+        return decode_cuda.main(arguments)
     parser = argparse.ArgumentParser(prog="oasiskv bench decode", description=__doc__)
     add_arguments(parser)
-    args = parser.parse_args(argv)
+    args = parser.parse_args(arguments)
     for row in run(args):
         if args.json:
             print(json.dumps(row), flush=True)

@@ -1,34 +1,42 @@
-"""One step for the whole batch: draft, plan, forward, sample, commit."""
+"""One step for the whole batch: draft, plan, forward, sample, commit.
+
+A pipelined step is launched before the tokens of the one before are read: lengths are all that planning needs. A request that has
+stopped is then in one step more, whose token of it is dropped.
+"""
 
 from __future__ import annotations
 
 import itertools
 import logging
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from oasiskv import _core
-from oasiskv.checkpoint import ModelConfig, load_checkpoint, resolve_model
+from oasiskv.checkpoint import ModelConfig
 from oasiskv.config import EngineConfig
 from oasiskv.draft import DraftRequest, make_drafter
+from oasiskv.engine.cuda_runner import CudaRunner, require_cuda
+from oasiskv.engine.loaded import LoadedModel, load_model
 from oasiskv.engine.machine import check_pools_fit, usable_cpus
+from oasiskv.engine.runner import CpuRunner, Groups, Runner
 from oasiskv.engine.sampler import Sampled, Sampler, SampleRow
 from oasiskv.engine.sampling import SamplingParams
 from oasiskv.engine.sequence import RequestOutput, Sequence
 from oasiskv.errors import CapacityError, ConfigError, EngineError, RequestError
-from oasiskv.models.decoder import DecoderModel
-from oasiskv.models.rope import rope_tables
-from oasiskv.tokenizer import IncrementalDetokenizer, Tokenizer
+from oasiskv.tokenizer import IncrementalDetokenizer
 
 _GIB = 1024**3
+_NOT_FINITE = "the model returned logits that are not finite"
 _log = logging.getLogger(__name__)
 
 
 def core_config(config: EngineConfig, model: ModelConfig) -> _core.CoreConfig:
     """Sizes of the pools and rules of selection for this model. Raises ConfigError."""
     c = _core.CoreConfig()
+    c.backend, c.dtype = config.backend, config.dtype if config.backend == "cuda" else "float32"
     c.num_layers, c.head_dim = model.num_hidden_layers, model.head_size
     c.num_q_heads, c.num_kv_heads = model.num_attention_heads, model.num_key_value_heads
     c.sparse_enabled = not config.dense
@@ -39,9 +47,14 @@ def core_config(config: EngineConfig, model: ModelConfig) -> _core.CoreConfig:
     c.max_draft_len = config.draft_len if drafts_used and config.drafter != "previous" else 0
     c.accept_drafts = config.accept_drafts
     c.summary, c.group_combine = config.summary, config.group_combine
-    c.device_pages = int(config.device_kv_gib * _GIB / (c.page_bytes * c.num_layers))
-    c.host_blocks = int(config.host_kv_gib * _GIB / c.page_bytes)
     c.max_batch_size, c.max_num_tokens = config.max_batch_size, config.max_num_tokens
+    c.host_blocks = int(config.host_kv_gib * _GIB / c.page_bytes)
+    device_bytes = int(config.device_kv_gib * _GIB)
+    if config.backend == "cuda":  # device_kv_gib is a share of the GPU's memory: the summaries are in it
+        device_bytes -= c.summary_bytes
+        c.graphs, c.gather_ctas = config.cuda_graphs, config.gather_ctas
+        c.host_assume_bytes = int((config.host_memory_gib or 0) * _GIB)
+    c.device_pages = max(0, device_bytes // (c.page_bytes * c.num_layers))
     limit = model.max_position_embeddings
     if config.max_seq_len is not None and config.max_seq_len > limit:
         raise ConfigError(f"max_seq_len = {config.max_seq_len}: the model was trained for {limit}; use at most that")
@@ -51,27 +64,41 @@ def core_config(config: EngineConfig, model: ModelConfig) -> _core.CoreConfig:
     return c
 
 
+@dataclass
+class _Launched:
+    """A step whose tokens are not read yet."""
+
+    step: int
+    groups: Groups
+
+
 class Engine:
     """Owns the model, the core and every request's tokens. Driven by one thread; only `check` and `next_id` are safe from others."""
 
-    def __init__(self, config: EngineConfig, sampler: Sampler | None = None) -> None:
-        """`sampler`: anything with Sampler's `sample`, instead of the requests' own parameters (evaluation)."""
-        folder = resolve_model(config.model, config.dtype)
-        self.config = config
-        self.model_config, weights = load_checkpoint(folder)
-        self.tokenizer = Tokenizer.from_dir(folder)
-        core = core_config(config, self.model_config)
-        check_pools_fit(config, core)
-        self._model = DecoderModel(self.model_config, weights)
-        cos, sin = rope_tables(self.model_config, core.max_seq_len)
-        try:
-            self._core = _core.Core(core, cos.data_ptr(), sin.data_ptr())
-        except (ValueError, RuntimeError) as error:
-            raise ConfigError(str(error)) from None
-        self.core_config = core
+    def __init__(
+        self,
+        config: EngineConfig,
+        sampler: Sampler | None = None,
+        model: LoadedModel | None = None,
+        runner: type[Runner] | None = None,
+    ) -> None:
+        """`sampler`: anything with Sampler's `sample`, instead of the requests' own parameters (evaluation). `model`: already loaded; its
+        weights are used up. `runner`: another than the backend's.
+        """
+        if config.backend == "cuda":
+            require_cuda()
+        model = model or load_model(config)
+        self.config, self.model_config, self.tokenizer = config, model.config, model.tokenizer
+        self.core_config = core_config(config, model.config)
+        check_pools_fit(config, self.core_config)
+        runner = runner or (CudaRunner if config.backend == "cuda" else CpuRunner)
+        self._runner = runner(config, model, self.core_config)
+        self._core = self._runner.core
         self._drafter = make_drafter(config.drafter, self.tokenizer)
+        self._on_host = sampler is not None  # that sampler sees every token
         self._sampler = sampler or Sampler(self.tokenizer.eos_ids)
         self._sequences: dict[int, Sequence] = {}
+        self._pending: _Launched | None = None
         self._ids = itertools.count(1)
 
     # ------------------------------------------------------------ requests
@@ -107,15 +134,17 @@ class Engine:
         stats = self._end(sequence)
         return sequence.cut_short(reason, error, stats)
 
-    def _end(self, sequence: Sequence) -> dict[str, Any]:
-        stats = self._stats(sequence)
+    def _end(self, sequence: Sequence, step: int = 0) -> dict[str, Any]:
+        """`step`: the last that it had a part in; 0: the last of all."""
+        stats = self._stats(sequence, step)
         self._core.end(sequence.id)
+        self._runner.forget(sequence.id)
         self._drafter.forget(sequence.id)
         del self._sequences[sequence.id]
         return stats
 
-    def _stats(self, sequence: Sequence) -> dict[str, Any]:
-        core = self._core.stats(sequence.id)
+    def _stats(self, sequence: Sequence, step: int) -> dict[str, Any]:
+        core = self._core.stats(sequence.id, step)
         return {
             "prompt_tokens": sequence.prompt_tokens,
             "generated_tokens": sequence.generated,
@@ -130,13 +159,55 @@ class Engine:
     # ------------------------------------------------------------ the step
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; the outputs of every request that yielded something. [] when nothing can run."""
+        """Run one step; the outputs of every request that yielded something. [] when nothing can run, or its tokens come next time."""
+        if not self._runner.pipelined or self._on_host or any(s.params.sampled_on_host for s in self._sequences.values()):
+            return self._collect() + self._whole_step()
+        launched = self._launch()
+        outputs = self._collect()
+        self._pending = launched
+        return outputs
+
+    def _launch(self) -> _Launched | None:
+        groups = self._core.plan(dict(self._core.begin_step()))
+        if not groups:
+            return None
+        try:
+            self._runner.launch(groups, self._sequences)
+            self._core.commit({g.id: 1 for g in groups if g.logits_rows})
+        finally:
+            self._core.abort_step()  # does nothing once the step is committed
+        return _Launched(self._core.last_step, groups)
+
+    def _collect(self) -> list[RequestOutput]:
+        """The tokens of the step launched before."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return []
+        sampling = [g for g in pending.groups if g.logits_rows]
+        tokens = self._runner.results(pending.step, len(sampling))
+        drafting = [g for g in pending.groups if g.drafts]
+        for g, used in zip(drafting, self._runner.drafts_used(pending.step, len(drafting)), strict=True):
+            if g.id in self._sequences:
+                self._sequences[g.id].drafted += used
+        outputs: dict[int, RequestOutput] = {}
+        broken: dict[int, str] = {}
+        for g, token in zip(sampling, tokens, strict=True):
+            sequence = self._sequences.get(g.id)
+            if sequence is None:  # it has ended since
+                continue
+            if token < 0:
+                broken[g.id] = _NOT_FINITE
+            else:
+                sequence.append(Sampled(token), outputs.setdefault(g.id, RequestOutput(g.id)))
+        return self._close(outputs, broken, pending.step)
+
+    def _whole_step(self) -> list[RequestOutput]:
         drafts = self._propose()
         groups = self._core.plan({i: len(d) for i, d in drafts.items()})
         if not groups:
             return []
         try:
-            return self._finish_step(groups, drafts, self._forward(groups, drafts))
+            return self._finish_step(groups, drafts, self._runner.logits(groups, drafts, self._sequences))
         finally:
             self._core.abort_step()  # does nothing once the step is committed
 
@@ -151,28 +222,6 @@ class Engine:
             _log.exception("the drafter failed: this step has no drafts")
             return {}
         return {r.id: d[: r.count] for r, d in zip(requests, proposals, strict=True) if d}
-
-    def _forward(self, groups: list[_core.RowGroup], drafts: dict[int, list[int]]) -> torch.Tensor:
-        tokens: list[int] = []
-        wanted: list[int] = []
-        for g in groups:
-            first = len(tokens)
-            tokens += self._sequences[g.id].token_ids[g.start : g.start + g.rows - g.drafts]
-            tokens += drafts.get(g.id, [])[: g.drafts]
-            if g.kind == "prefill":
-                wanted += range(len(tokens) - g.logits_rows, len(tokens))
-            else:
-                wanted += range(first, first + g.logits_rows)
-
-        def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
-            out = torch.empty(qkv.shape[0], self.core_config.num_q_heads * self.core_config.head_dim)
-            self._core.forward(layer, qkv.data_ptr(), out.data_ptr())
-            return out
-
-        _core.set_num_threads(self.core_config.num_threads)  # of this thread, which may drive other engines too
-        torch.set_num_threads(self.core_config.num_threads)
-        with torch.inference_mode():
-            return self._model.forward(torch.tensor(tokens), attend, torch.tensor(wanted, dtype=torch.int64))
 
     def _finish_step(self, groups: list[_core.RowGroup], drafts: dict[int, list[int]], logits: torch.Tensor) -> list[RequestOutput]:
         yielded: dict[int, int] = {}
@@ -194,7 +243,7 @@ class Engine:
                 sequence = self._sequences[g.id]
                 yielded[g.id] = round_ + 1
                 if token is None:
-                    broken[g.id] = "the model returned logits that are not finite"
+                    broken[g.id] = _NOT_FINITE
                     continue
                 sequence.append(token, outputs.setdefault(g.id, RequestOutput(g.id)))
                 draft = drafts.get(g.id, [])
@@ -221,12 +270,12 @@ class Engine:
         sampled = iter(self._sampler.sample(logits[kept], [rows[i] for i in kept]) if kept else [])
         return [next(sampled) if ok else None for ok in good]
 
-    def _close(self, outputs: dict[int, RequestOutput], broken: dict[int, str]) -> list[RequestOutput]:
+    def _close(self, outputs: dict[int, RequestOutput], broken: dict[int, str], step: int = 0) -> list[RequestOutput]:
         for request_id, output in outputs.items():
             sequence = self._sequences[request_id]
             if request_id not in broken and sequence.finish_reason:
                 output.finished, output.finish_reason = True, sequence.finish_reason
-                output.stats = self._end(sequence)
+                output.stats = self._end(sequence, step)
         results = [o for o in outputs.values() if o.token_ids or o.finished]
         return results + [o for i, why in broken.items() if (o := self.stop(i, "error", why))]
 

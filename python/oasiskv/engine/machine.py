@@ -18,12 +18,15 @@ def memory_left(host_memory_gib: float | None = None) -> _core.MemoryLeft:
 
 
 def check_pools_fit(config: EngineConfig, core: _core.CoreConfig) -> None:
-    """Raise ConfigError for pools larger than the memory: they are touched as they fill, and the kernel would then kill the process."""
-    summaries = core.host_blocks // 16 if core.sparse_enabled else 0  # in host blocks' worth: two vectors for 16 keys and 16 values
-    wanted = core.page_bytes * (core.device_pages * core.num_layers + core.host_blocks + summaries)
+    """Raise ConfigError for pools larger than the memory: they are touched as they fill, and the kernel would then kill the process.
+
+    With CUDA only the host's pool is in the machine's memory.
+    """
+    host = core.page_bytes * core.host_blocks
+    on_device = 0 if config.backend == "cuda" else core.page_bytes * core.device_pages * core.num_layers + core.summary_bytes
     left = memory_left(config.host_memory_gib)
-    if wanted > left.bytes:
-        raise ConfigError(
-            f"device_kv_gib = {config.device_kv_gib:g}, host_kv_gib = {config.host_kv_gib:g}: with summaries {wanted / 2**30:.1f} GiB; "
-            f"this machine has {left.bytes / 2**30:.1f} GiB left ({left.why}); {left.remedy}"
-        )
+    if host + on_device > left.bytes:
+        what = f"host_kv_gib = {config.host_kv_gib:g}: "
+        if on_device:
+            what = f"device_kv_gib = {config.device_kv_gib:g}, {what}with summaries {(host + on_device) / 2**30:.1f} GiB; "
+        raise ConfigError(f"{what}this machine has {left.bytes / 2**30:.1f} GiB left ({left.why}); {left.remedy}")

@@ -78,13 +78,12 @@ class SamplingParams:
         _check(top is None or _integer(top, 0, 20), "logprobs", top, "must be in 0..20")
 
     @property
+    def sampled_on_host(self) -> bool:
+        """Whether sampling needs what the device does not keep: counts of tokens, the logits themselves, or how many are generated."""
+        penalised = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        return penalised or self.logprobs is not None or self.min_tokens > 0
+
+    @property
     def plain_greedy(self) -> bool:
         """Whether the next token is the argmax of the raw logits and nothing else is asked for."""
-        return (
-            self.temperature == 0
-            and self.repetition_penalty == 1
-            and self.presence_penalty == 0
-            and self.frequency_penalty == 0
-            and self.logprobs is None
-            and self.min_tokens == 0
-        )
+        return self.temperature == 0 and not self.sampled_on_host

@@ -58,6 +58,16 @@ class TokenTable:
             entry = np.array([(p.temperature, p.top_p, p.min_p, p.top_k, p.seed)], dtype=_SAMPLING)
         self._upload(entry.view(np.uint8), self.sampling[row])
 
+    def extend(self, row: int, start: int, token_ids: list[int]) -> None:
+        """Tokens of the row's request from position `start` on, which it has got elsewhere."""
+        end = start + len(token_ids)
+        self._upload(np.array(token_ids, dtype=np.int32), self.tokens[row, start:end])
+        self.lengths[row].fill_(end)
+
+    def set_drafts(self, row: int, token_ids: list[int]) -> None:
+        self._upload(np.array(token_ids, dtype=np.int32), self.drafts[row, : len(token_ids)])
+        self.draft_counts[row].fill_(len(token_ids))
+
     def _upload(self, values: np.ndarray, to: torch.Tensor) -> None:
         # From torch's cache of pinned memory, which hands a buffer on only when the copy out of it is done.
         staged = torch.empty(to.shape, dtype=to.dtype, pin_memory=to.is_cuda)

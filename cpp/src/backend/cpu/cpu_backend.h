@@ -24,7 +24,7 @@ class CpuBackend final : public Backend {
   void forward(int layer, const void* qkv, void* out) override;
   void abort() override;
 
-  LookaheadStats stats(const SequenceKv& seq) override;
+  LookaheadStats stats(const SequenceKv& seq, int64_t step) override;
   std::vector<TraceRecord> take_trace() override { return background_->take_trace(); }
   void drain() override;
 

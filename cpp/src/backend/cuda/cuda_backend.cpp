@@ -1,7 +1,7 @@
 #include "backend/cuda/cuda_backend.h"
 
 #include <algorithm>
-#include <numeric>
+#include <cstring>
 
 #include "ops/cuda/moves.h"
 #include "ops/cuda/prefill.h"
@@ -48,7 +48,8 @@ CudaBackend::CudaBackend(const CoreConfig& config, const float* cos, const float
       sin_(uploaded(sin, config.max_seq_len * config.head_dim / 2, "rotary table")),
       tables_(config),
       arrays_(config),
-      ring_(std::max(arrays_.max_bytes(), 4 * tables_.host_stride()), foreground_) {
+      ring_(std::max(arrays_.max_bytes(), 4 * tables_.host_stride()), foreground_),
+      stats_(2 * 8ll * Tables::kStats * config.max_batch_size, "statistics") {
   const int64_t batch = config_.max_batch_size, drafts = std::max(1, config_.max_draft_len);
   const int64_t hq = config_.num_q_heads, layers = config_.num_layers;
   if (config_.host_blocks > 0) {
@@ -69,6 +70,7 @@ CudaBackend::CudaBackend(const CoreConfig& config, const float* cos, const float
     arrivals_ = zeroed(4 * units, "attention");
   }
   num_copies_ = zeroed(4 * layers, "copies");
+  std::memset(stats_.data(), 0, 2 * 8 * Tables::kStats * batch);
   if (config_.sparse_enabled) {
     const int64_t row_bytes = hq * config_.head_dim * element_bytes_;
     staged_ = DeviceMemory(layers * batch * drafts * row_bytes, "staged queries");
@@ -188,12 +190,12 @@ void CudaBackend::restore(const SequenceKv& seq) {
   move_blocks(seq, true, slots, pages, tables_.slot_blocks(0) + tables_.map_of(seq.row()), 0);
 }
 
-LookaheadStats CudaBackend::stats(const SequenceKv& seq) {
-  drain();
-  int64_t n[Tables::kStats];
-  check(cudaMemcpy(n, tables_.stats() + seq.row().value * Tables::kStats, sizeof n,
-                   cudaMemcpyDeviceToHost),
-        "statistics");
+LookaheadStats CudaBackend::stats(const SequenceKv& seq, int64_t step) {
+  if (step == 0) return {};
+  counted_[parity_of(step)].synchronize();
+  const auto* n =
+      reinterpret_cast<const int64_t*>(stats_.data()) +
+      (int64_t{parity_of(step)} * config_.max_batch_size + seq.row().value) * Tables::kStats;
   return {n[0], n[1], n[2], n[1] * head_bytes_, 0.0};
 }
 
@@ -201,6 +203,7 @@ void CudaBackend::drain() {
   foreground_.synchronize();
   predict_.synchronize();
   transfer_.synchronize();
+  for (const Stream& s : graph_background_) s.synchronize();
 }
 
 // What the step that has just ended decided, read back from the maps.
@@ -239,33 +242,146 @@ void CudaBackend::trace_step() {
 
 void CudaBackend::begin(std::shared_ptr<const StepPlan> plan) {
   plan_ = std::move(plan);
-  parity_ = static_cast<int>(plan_->step & 1);
+  parity_ = parity_of(plan_->step);
   next_layer_ = 0;
-  int tiles = 1;
-  for (const RowGroup& g : plan_->groups) {
+  for (const RowGroup& g : plan_->groups)
     if (g.grows) {  // its new slot, in time for the block that settles into it
       const size_t slot = g.seq->pages().size() - 1;
       ring_.upload(tables_.slot_pages(g.seq->row()) + slot, &g.seq->pages()[slot], 4);
     }
-    if (g.kind != RowKind::kPrefill || dtype_ == DType::kFloat32)
-      tiles = std::max(tiles, static_cast<int>(div_up(g.rows * config_.group(), kLaneTile)));
-  }
-  cut_.lane_tiles = tiles;
+  plan_sizes();
   arrays_.send(*plan_, cut_, ring_);
 }
 
+// Decode steps run at one of few sizes: eagerly at first, then captured.
+void CudaBackend::plan_sizes() {
+  sizes_ = {.rows = static_cast<int>(plan_->rows),
+            .logits_rows = 0,
+            .settled = 0,
+            .predictors = 0,
+            .drafted = 0,
+            .score_blocks = 0,
+            .staged_rows = 0};
+  bool decode = config_.graphs && !config_.trace;
+  int tiles = 1;
+  for (const RowGroup& g : plan_->groups) {
+    sizes_.logits_rows += g.logits_rows;
+    sizes_.settled += static_cast<int>(g.settle_to - g.settle_from);
+    sizes_.drafted += g.drafts > 0;
+    decode = decode && g.kind != RowKind::kPrefill && g.settle_to - g.settle_from <= 1;
+    if (g.kind != RowKind::kPrefill || dtype_ == DType::kFloat32)
+      tiles = std::max(tiles, static_cast<int>(div_up(g.rows * config_.group(), kLaneTile)));
+    if (!g.predicts) continue;
+    ++sizes_.predictors;
+    sizes_.score_blocks = std::max(sizes_.score_blocks, static_cast<int>(g.settle_to));
+    sizes_.staged_rows = std::max(sizes_.staged_rows, g.staged_rows);
+  }
+  graph_ = nullptr;
+  size_.reset();
+  if (decode) {
+    const StepSize size{
+        std::min<int>(row_bucket(sizes_.rows), config_.max_num_tokens),
+        std::min<int>(row_bucket(sizes_.logits_rows), static_cast<int>(arrays_.max_logits_rows())),
+        config_.sparse_enabled ? block_bucket(sizes_.score_blocks) : 0};
+    size_ = size;
+    const int requests = std::min(size.rows, config_.max_batch_size);
+    sizes_ = {.rows = size.rows,
+              .logits_rows = size.logits_rows,
+              .settled = requests,
+              .predictors = requests,
+              .drafted = requests,
+              .score_blocks = size.score_blocks,
+              .staged_rows = std::max(1, config_.max_draft_len)};
+    tiles = static_cast<int>(div_up((1 + config_.max_draft_len) * config_.group(), kLaneTile));
+  }
+  cut_.lane_tiles = tiles;
+  cut_.padded_rows = sizes_.rows;
+  cut_.padded_logits = sizes_.logits_rows;
+}
+
+CudaBackend::StepView CudaBackend::view(int variant) {
+  if (size_) {
+    size_->variant = variant;
+    graph_ = &graphs_[*size_];
+  }
+  const bool warmed = graph_ && graph_->warmed, captured = warmed && graph_->foreground[parity_];
+  return {sizes_.rows,
+          sizes_.logits_rows,
+          sizes_.drafted,
+          captured,
+          warmed && !captured,
+          arrays_.rows(parity_),
+          arrays_.logits_rows(parity_),
+          arrays_.drafted_requests(parity_)};
+}
+
+void CudaBackend::trim(const int32_t* draft_counts, int32_t* used) {
+  cuda::trim({.drafted = arrays_.drafted(parity_),
+              .num_drafted = arrays_.num_drafted(parity_),
+              .draft_counts = draft_counts,
+              .used = used,
+              .rows = arrays_.rows(parity_),
+              .segments = arrays_.segments(parity_),
+              .predictors = arrays_.predictors(parity_)},
+             sizes_.drafted, foreground_);
+}
+
 void CudaBackend::forward(int layer, const void* qkv, void* out) {
-  if (background()) events(layer, plan_->step - 1).transferred.hold(foreground_);
+  if (background()) events(layer, plan_->step - 1).transferred.hold(foreground_, capturing_);
   settle(layer);
   append(layer, qkv);
-  if (background()) predict(layer);
+  if (background()) events(layer, plan_->step).staged.record(foreground_, capturing_);
+  if (background() && !capturing_) predict(layer);
   attend(layer, out);
-  if (background()) transfer(layer);
-  if (++next_layer_ < config_.num_layers) return;
+  if (background()) events(layer, plan_->step).attended.record(foreground_, capturing_);
+  if (background() && !capturing_) transfer(layer);
+  if (++next_layer_ == config_.num_layers && !capturing_) {
+    if (background()) count_selections();
+    if (graph_) graph_->warmed = true;
+    end_layers();
+  }
+}
+
+void CudaBackend::end_layers() {
   last_step_ = plan_->step;
   if (config_.trace) trace_step();
   plan_.reset();
 }
+
+// ------------------------------------------------------------ captured steps
+
+void CudaBackend::begin_capture() {
+  Graph::begin_capture(foreground_);
+  capturing_ = true;
+}
+
+void CudaBackend::end_capture() {
+  graph_->foreground[parity_].end_capture(foreground_);
+  if (background()) capture_background();
+  capturing_ = false;
+  next_layer_ = 0;
+}
+
+void CudaBackend::capture_background() {
+  Graph::begin_capture(predict_);
+  for (int l = 0; l < config_.num_layers; ++l) {
+    predict(l);
+    transfer(l);
+  }
+  count_selections();
+  events(config_.num_layers - 1, plan_->step).joined.record(transfer_);
+  events(config_.num_layers - 1, plan_->step).joined.hold(predict_);
+  graph_->background[parity_].end_capture(predict_);
+}
+
+void CudaBackend::launch() {
+  graph_->foreground[parity_].launch(foreground_);
+  if (background()) graph_->background[parity_].launch(graph_background_[parity_]);
+  next_layer_ = config_.num_layers;
+  end_layers();
+}
+
+// ------------------------------------------------------------ a layer
 
 void CudaBackend::settle(int layer) {
   if (!config_.sparse_enabled) return;
@@ -285,7 +401,7 @@ void CudaBackend::settle(int layer) {
                 .slot_stride = config_.top_k_blocks,
                 .step = arrays_.step(parity_),
                 .fill_slots = fill_slots(layer)},
-               arrays_.counts().settled, foreground_);
+               sizes_.settled, foreground_);
 }
 
 void CudaBackend::append(int layer, const void* qkv) {
@@ -304,12 +420,13 @@ void CudaBackend::append(int layer, const void* qkv) {
        .staged = staged(layer),
        .pool = pool(layer),
        .num_copies = num_copies_.as<int32_t>() + layer},
-      arrays_.counts().rows, foreground_);
+      sizes_.rows, foreground_);
 }
 
 void CudaBackend::attend(int layer, void* out) {
   const StepArrays::Counts& n = arrays_.counts();
-  if (n.splits > 0)
+  if (!out) return;
+  if (n.splits > 0)  // so in every captured step
     attention({.dtype = dtype_,
                .heads = heads(),
                .q = q_.data(),
@@ -339,12 +456,10 @@ void CudaBackend::attend(int layer, void* out) {
 }
 
 void CudaBackend::predict(int layer) {
-  const StepArrays::Counts& n = arrays_.counts();
   const LayerEvents& now = events(layer, plan_->step);
-  now.staged.record(foreground_);
-  now.staged.hold(predict_);
-  if (n.predictors > 0) {
-    const int lanes = arrays_.max_staged_rows() * config_.group();
+  now.staged.hold(predict_, capturing_);
+  if (config_.sparse_enabled && sizes_.predictors > 0) {
+    const int lanes = sizes_.staged_rows * config_.group();
     score({.dtype = dtype_,
            .heads = heads(),
            .kind = summary_kind_from(config_.summary),
@@ -368,8 +483,8 @@ void CudaBackend::predict(int layer) {
             .scores = scores(),
             .predictors = arrays_.predictors(parity_),
             .num_predictors = arrays_.num_predictors(parity_),
-            .max_predictors = n.predictors,
-            .max_blocks = arrays_.max_score_blocks(),
+            .max_predictors = sizes_.predictors,
+            .max_blocks = sizes_.score_blocks,
             .max_lanes = lanes,
             .step = arrays_.step(parity_),
             .slot_blocks = tables_.slot_blocks(layer),
@@ -392,11 +507,9 @@ void CudaBackend::predict(int layer) {
 }
 
 void CudaBackend::transfer(int layer) {
-  const StepArrays::Counts& n = arrays_.counts();
   const LayerEvents& now = events(layer, plan_->step);
-  now.attended.record(foreground_);
   now.selected.hold(transfer_);
-  if (n.settled > 0)
+  if (sizes_.settled > 0)
     write_through({.dtype = dtype_,
                    .heads = heads(),
                    .blocks = arrays_.settled(parity_),
@@ -411,11 +524,20 @@ void CudaBackend::transfer(int layer) {
                    .host_offset = layer,
                    .host_base = host_->data()},
                   kWriteCtas, transfer_);
-  now.attended.hold(transfer_);
-  if (n.predictors > 0)
+  now.attended.hold(transfer_, capturing_);
+  if (config_.sparse_enabled && sizes_.predictors > 0 && config_.gather_ctas > 0)
     gather(copies(layer), num_copies_.as<int32_t>() + layer, head_bytes_, config_.gather_ctas,
            transfer_);
-  now.transferred.record(transfer_);
+  now.transferred.record(transfer_, capturing_);
+}
+
+// What select has counted, as of this step.
+void CudaBackend::count_selections() {
+  const int64_t bytes = int64_t{config_.max_batch_size} * Tables::kStats * 8;
+  check(cudaMemcpyAsync(stats_.data() + parity_ * bytes, tables_.stats(), bytes,
+                        cudaMemcpyDeviceToHost, predict_),
+        "statistics");
+  counted_[parity_].record(predict_, capturing_);
 }
 
 // Layers that never ran are over once those of the step before are.
@@ -425,6 +547,7 @@ void CudaBackend::abort() {
     events(next_layer_, plan_->step - 1).transferred.hold(transfer_);
     events(next_layer_, plan_->step).transferred.record(transfer_);
   }
+  if (background()) count_selections();
   last_step_ = plan_->step;
   plan_.reset();
 }

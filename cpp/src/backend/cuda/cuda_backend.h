@@ -2,17 +2,25 @@
 // - foreground: what the caller's layers run on too; sparsify, save, restore and uploads.
 // - predict: score and select of each layer, after staged(layer).
 // - transfer: write-through and gather of each layer, after its selection and attended(layer).
+// A step runs eagerly, or as two graphs: the foreground's captured between begin_capture and
+// end_capture, the background's by this class. Events are those of the eager step, as external
+// nodes.
+//
 // The foreground waits for transferred(layer, t - 1) before it touches layer `layer` in step t, and
 // for all of step t - 1 (join) before it touches what all layers share: tables and whole requests.
 #pragma once
 
 #include <algorithm>
+#include <array>
+#include <map>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
 #include "backend/cuda/host_memory.h"
 #include "backend/cuda/step_arrays.h"
+#include "backend/cuda/step_graphs.h"
 #include "backend/cuda/tables.h"
 #include "pipeline/backend.h"
 
@@ -31,21 +39,47 @@ class CudaBackend final : public Backend {
   void release(const SequenceKv&) override {}  // whoever takes its ids comes later in the streams
 
   void begin(std::shared_ptr<const StepPlan> plan) override;
+  // out null: rows are appended and predict, nothing attends (benchmarks that fill the cache).
   void forward(int layer, const void* qkv, void* out) override;
   void abort() override;
 
-  LookaheadStats stats(const SequenceKv& seq) override;
+  LookaheadStats stats(const SequenceKv& seq, int64_t step) override;
   std::vector<TraceRecord> take_trace() override { return std::exchange(trace_, {}); }
   void drain() override;
 
   cudaStream_t foreground() const { return foreground_; }
-  const Row* rows() const { return arrays_.rows(parity_); }  // of the step at hand
+  // What the caller's part of a step reads, for the step at hand; addresses on the device.
+  struct StepView {
+    int rows, logits_rows, drafted;  // to launch for: padding included
+    bool captured;                   // launch() it; else enqueue it on foreground()
+    bool capture;                    // between begin_capture() and end_capture(), then launch() it
+    const Row* row_list;
+    const LogitsRow* logits_row_list;
+    const int32_t* drafted_requests;  // table rows, -1: padding
+  };
+  // variant: what else the caller's part depends on; each has graphs of its own.
+  StepView view(int variant);
+  // After the device's drafter: leaves out drafts that are not there. used[i]: of the i-th request
+  // with drafts.
+  void trim(const int32_t* draft_counts, int32_t* used);
+  void begin_capture();
+  void end_capture();
+  void launch();
+  // The caller's part of the step is enqueued; until it is done.
+  void mark_foreground() { foreground_done_[parity_of(last_step_)].record(foreground_); }
+  void wait_foreground(int64_t step) const { foreground_done_[parity_of(step)].synchronize(); }
 
  private:
   struct LayerEvents {
-    Event staged, selected, attended, transferred;
+    Event staged, selected, attended, transferred, joined;
+  };
+  // What launches are made for: the step's own counts, or those of the size that it is captured
+  // for.
+  struct Sizes {
+    int rows, logits_rows, settled, predictors, drafted, score_blocks, staged_rows;
   };
 
+  static int parity_of(int64_t step) { return static_cast<int>(step & 1); }
   Heads heads() const { return {config_.num_kv_heads, config_.group(), config_.head_dim}; }
   char* pool(int layer) const { return pool_.data() + layer * pool_layer_bytes_; }
   char* summaries(int layer) const { return summaries_.data() + layer * summary_layer_bytes_; }
@@ -73,6 +107,10 @@ class CudaBackend final : public Backend {
   void attend(int layer, void* out);
   void predict(int layer);
   void transfer(int layer);
+  void count_selections();
+  void capture_background();
+  void plan_sizes();
+  void end_layers();
   void trace_step();
 
   const CoreConfig& config_;
@@ -80,7 +118,11 @@ class CudaBackend final : public Backend {
   int element_bytes_, head_bytes_, sms_;
   int64_t pool_layer_bytes_, summary_layer_bytes_;
   Stream foreground_, predict_, transfer_;
+  std::array<Stream, 2>
+      graph_background_;             // by parity: a graph may begin before the last has ended
   std::vector<LayerEvents> events_;  // [layer][parity of the step]
+  std::array<Event, 2> foreground_done_, counted_;
+  std::map<StepSize, StepGraphs> graphs_;
 
   DeviceMemory pool_, summaries_, cos_, sin_;
   std::unique_ptr<HostMemory> host_;
@@ -90,7 +132,12 @@ class CudaBackend final : public Backend {
   DeviceMemory q_, partials_, arrivals_, staged_, scores_, fill_slots_, copies_, num_copies_;
   DeviceMemory moves_, num_moves_, move_pages_;
   int64_t scores_each_ = 0;  // of a parity: two steps may be under way
+  PinnedMemory stats_;       // [parity][row][kStats], as of the step
   Cutting cut_ = {};
+  Sizes sizes_ = {};
+  std::optional<StepSize> size_;  // of the step at hand, if it may be captured
+  StepGraphs* graph_ = nullptr;   // that the caller has asked for by view()
+  bool capturing_ = false;
 
   std::shared_ptr<const StepPlan> plan_;
   int64_t last_step_ = 0;

@@ -37,7 +37,9 @@ StepArrays::StepArrays(const CoreConfig& config)
       max_settled_(blocks_for(config.max_num_tokens) + 2 * config.max_batch_size),
       max_prefill_tiles_(config.num_kv_heads *
                          (div_up(int64_t{config.max_num_tokens} * config.group(), kPrefillLanes) +
-                          config.max_batch_size)) {
+                          config.max_batch_size)),
+      max_logits_rows_(config.max_batch_size *
+                       (config.accept_drafts ? std::max(1, config.max_draft_len) : 1)) {
   int64_t at = kAlign;
   auto place = [&](int64_t count, size_t size) {
     const int64_t offset = at;
@@ -49,6 +51,9 @@ StepArrays::StepArrays(const CoreConfig& config)
   predictors_at_ = place(config.max_batch_size, sizeof(Predictor));
   score_splits_at_ = place(max_score_splits_, sizeof(ScoreSplit));
   settled_at_ = place(max_settled_, sizeof(SettledBlock));
+  logits_rows_at_ = place(max_logits_rows_, sizeof(LogitsRow));
+  drafted_at_ = place(config.max_batch_size, sizeof(Drafted));
+  drafted_requests_at_ = place(config.max_batch_size, sizeof(int32_t));
   rows_at_ = place(config.max_num_tokens, sizeof(Row));
   prefill_tiles_at_ = place(max_prefill_tiles_, sizeof(PrefillTile));
   pages_at_ = place(config.device_pages + 2 * config.max_batch_size, sizeof(int32_t));
@@ -73,16 +78,16 @@ void StepArrays::send(const StepPlan& plan, const Cutting& cut, UploadRing& ring
                    static_cast<int32_t>(g.pages.size()), static_cast<int32_t>(g.visible)};
     pages += g.pages.size();
   }
-  add_rows(plan, reinterpret_cast<Row*>(to + rows_at_));
+  add_rows(plan, cut, reinterpret_cast<Row*>(to + rows_at_));
   add_attention(plan, cut, to);
   add_prediction(plan, cut, to);
   add_settled(plan, reinterpret_cast<SettledBlock*>(to + settled_at_));
+  add_tokens(plan, cut, to);
   std::memcpy(to, &counts_, sizeof counts_);
   ring.send(device_.data() + (plan.step & 1) * bytes_, bytes);
 }
 
-// The rows beyond the plan's are padding, for launches of more.
-void StepArrays::add_rows(const StepPlan& plan, Row* rows) const {
+void StepArrays::add_rows(const StepPlan& plan, const Cutting& cut, Row* rows) const {
   for (const RowGroup& g : plan.groups)
     for (int r = 0; r < g.rows; ++r) {
       const int64_t position = g.start + r;
@@ -92,7 +97,7 @@ void StepArrays::add_rows(const StepPlan& plan, Row* rows) const {
           staged >= 0 && staged < g.staged_rows ? static_cast<int32_t>(g.staged0 + staged) : -1,
           g.seq->row().value, g.kind == RowKind::kPrefill ? 0 : r};
     }
-  for (int64_t i = plan.rows; i < config_.max_num_tokens; ++i) *rows++ = {-1, 0, -1, 0, 0};
+  for (int64_t i = plan.rows; i < cut.padded_rows; ++i) *rows++ = {-1, 0, -1, 0, 0};
 }
 
 // In 16 bit decode rows are split over the pages, and prefill has tiles of its own; in float32 one
@@ -136,7 +141,6 @@ void StepArrays::add_prediction(const StepPlan& plan, const Cutting& cut, char* 
   auto* predictors = reinterpret_cast<Predictor*>(to + predictors_at_);
   std::vector<int64_t> pieces;
   int64_t scores = 0;
-  max_score_blocks_ = max_staged_rows_ = 0;
   for (const RowGroup& g : plan.groups) {
     if (!g.predicts) continue;
     const int64_t blocks = g.settle_to;
@@ -150,8 +154,6 @@ void StepArrays::add_prediction(const StepPlan& plan, const Cutting& cut, char* 
                                         static_cast<int32_t>(padded(blocks))};
     scores += int64_t{config_.num_q_heads} * g.staged_rows * padded(blocks);
     pieces.push_back(div_up(blocks, kPieceBlocks));
-    max_score_blocks_ = std::max(max_score_blocks_, static_cast<int>(blocks));
-    max_staged_rows_ = std::max(max_staged_rows_, g.staged_rows);
   }
   if (pieces.empty()) return;
   const int64_t size = kPieceBlocks * bounded_size(pieces, config_.num_kv_heads, cut.score_ctas,
@@ -172,6 +174,29 @@ void StepArrays::add_settled(const StepPlan& plan, SettledBlock* settled) {
                                     g.seq->page_of_open_block(LogicalBlock(b)).value,
                                     g.kind == RowKind::kSparse ? slots : -1, g.grows ? 1 : 0};
     }
+}
+
+void StepArrays::add_tokens(const StepPlan& plan, const Cutting& cut, char* to) {
+  auto* logits = reinterpret_cast<LogitsRow*>(to + logits_rows_at_);
+  auto* drafted = reinterpret_cast<Drafted*>(to + drafted_at_);
+  auto* requests = reinterpret_cast<int32_t*>(to + drafted_requests_at_);
+  int32_t predictor = 0;
+  for (size_t i = 0; i < plan.groups.size(); ++i) {
+    const RowGroup& g = plan.groups[i];
+    const int first = g.kind == RowKind::kPrefill ? g.rows - g.logits_rows : 0;
+    for (int r = first; r < first + g.logits_rows; ++r)
+      logits[counts_.logits_rows++] = {static_cast<int32_t>(g.row0 + r), g.seq->row().value,
+                                       static_cast<int32_t>(g.start + r)};
+    if (g.drafts > 0) {
+      requests[counts_.drafted] = g.seq->row().value;
+      drafted[counts_.drafted++] = {
+          g.seq->row().value,      static_cast<int32_t>(g.row0), g.drafts,
+          static_cast<int32_t>(i), g.predicts ? predictor : -1,  static_cast<int32_t>(g.staged0)};
+    }
+    predictor += g.predicts;
+  }
+  for (int64_t i = counts_.logits_rows; i < cut.padded_logits; ++i) logits[i] = {-1, 0, 0};
+  for (int64_t i = counts_.drafted; i < config_.max_batch_size; ++i) requests[i] = -1;
 }
 
 }  // namespace oasis::cuda

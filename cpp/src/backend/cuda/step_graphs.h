@@ -1,0 +1,65 @@
+// Captured steps: for each size a foreground and a background graph, one of each a parity of steps.
+#pragma once
+
+#include <array>
+#include <map>
+#include <utility>
+#include <vector>
+
+#include "backend/cuda/resources.h"
+
+namespace oasis::cuda {
+
+class Graph {
+ public:
+  Graph() = default;
+  Graph(const Graph&) = delete;
+  Graph& operator=(const Graph&) = delete;
+  ~Graph() {
+    if (exec_) cudaGraphExecDestroy(exec_);
+  }
+
+  explicit operator bool() const { return exec_ != nullptr; }
+  void launch(cudaStream_t s) const { check(cudaGraphLaunch(exec_, s), "graph launch"); }
+
+  static void begin_capture(cudaStream_t s) {
+    check(cudaStreamBeginCapture(s, cudaStreamCaptureModeThreadLocal), "capture");
+  }
+  void end_capture(cudaStream_t s) {
+    cudaGraph_t graph;
+    check(cudaStreamEndCapture(s, &graph), "capture");
+    const cudaError_t error = cudaGraphInstantiate(&exec_, graph, 0);
+    cudaGraphDestroy(graph);
+    check(error, "graph instantiation");
+  }
+
+ private:
+  cudaGraphExec_t exec_ = nullptr;
+};
+
+// What a captured step was captured for; it serves any step that needs no more.
+struct StepSize {
+  int rows = 0, logits_rows = 0;
+  int score_blocks = 0;  // of the longest request that predicts
+  int variant = 0;       // of the caller's part
+  auto operator<=>(const StepSize&) const = default;
+};
+
+struct StepGraphs {
+  bool warmed = false;  // has run eagerly: libraries have chosen their algorithms, code is loaded
+  std::array<Graph, 2> foreground, background;  // by parity
+};
+
+// The size to capture for: few sizes, little padding.
+inline int row_bucket(int rows) {
+  int step = 1;
+  while (8 * step < rows) step *= 2;
+  return (rows + step - 1) / step * step;
+}
+inline int block_bucket(int blocks) {
+  int size = 512;
+  while (size < blocks) size *= 2;
+  return size;
+}
+
+}  // namespace oasis::cuda

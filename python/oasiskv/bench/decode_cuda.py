@@ -1,0 +1,243 @@
+"""`oasiskv bench decode --backend cuda`: dense and oasis decoding on one GPU, alternating in one process, with the same memory for KV.
+
+At each concurrency both arms prefill as many requests as run at once, then decode `--output` steps with all of them running. TPOT is
+the time between the tokens of successive steps. The floors: dense reads the weights and all KV once a step at the rate of a plain read;
+oasis reads the weights and K blocks a head, and brings what it admits over the link at the rate of a pinned copy. Both rates are
+measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from oasiskv.bench.kernels import Read, paired
+from oasiskv.bench.synthetic import SyntheticRunner
+from oasiskv.config import EngineConfig
+from oasiskv.engine.cuda_runner import CudaRunner, make_decoder, require_cuda
+from oasiskv.engine.engine import Engine, core_config
+from oasiskv.engine.loaded import LoadedModel, load_model
+from oasiskv.engine.sampling import SamplingParams
+
+_GIB = 2**30
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def measured_rates() -> dict[str, float]:
+    """GB/s of a plain read of device memory and of a pinned copy to the device."""
+    size = 1 << 30
+    host = torch.empty(size, dtype=torch.uint8).pin_memory()
+    device = torch.empty(size, dtype=torch.uint8, device="cuda")
+    us = paired({"read": Read(size), "link": lambda: device.copy_(host, non_blocking=True)}, 5, 2)
+    return {"hbm_gb_s": size / us["read"] / 1e3, "link_gb_s": size / us["link"] / 1e3}
+
+
+class Arm:
+    """One engine, with its step's times."""
+
+    def __init__(self, name: str, engine: Engine) -> None:
+        self.name, self.engine = name, engine
+        self._launch_ms: list[float] = []
+
+    def fill(self, requests: int, context: int, output: int) -> dict[str, float]:
+        """Submit and run until all that fit decode; how many, and how long it took."""
+        engine = self.engine
+        vocab = engine.model_config.vocab_size
+        params = SamplingParams(max_tokens=output, ignore_eos=True)
+        for i in range(requests):
+            ids = ((torch.arange(context) * 7919 + i * 104729) % vocab).tolist()
+            engine.add(engine.next_id(), ids, params)
+        begin = time.perf_counter()
+        told = begin
+        still = 0
+        while still < 3:  # steps in which nobody came in
+            engine.step()
+            usage = engine.usage()
+            still = still + 1 if usage["prefilling"] == 0 else 0
+            if time.perf_counter() - told > 5:
+                told = time.perf_counter()
+                _say(f"  {self.name}: {usage['decoding']} of {requests} decode after {told - begin:.0f} s")
+        torch.cuda.synchronize()
+        return {"running": engine.usage()["decoding"], "prefill_s": time.perf_counter() - begin}
+
+    def measure(self, steps: int) -> dict[str, float]:
+        """Step times over `steps` steps with the same requests running."""
+        engine = self.engine
+        for _ in range(8):  # sparse by now, sizes captured
+            engine.step()
+        before, begin, cpu = self._admitted(), time.perf_counter(), time.thread_time()
+        times, last = [], begin
+        for _ in range(steps):
+            engine.step()
+            now = time.perf_counter()
+            times.append(now - last)
+            last = now
+        total, cpu = last - begin, time.thread_time() - cpu
+        after = self._admitted()
+        times.sort()
+        return {
+            "tpot_ms": statistics.median(times) * 1e3,
+            "tpot_mean_ms": total / steps * 1e3,
+            "tpot_p99_ms": times[min(len(times) - 1, int(0.99 * len(times)))] * 1e3,
+            "link_mb_step": (after - before) / steps / 1e6,
+            "host_ms_step": cpu / steps * 1e3,
+        }
+
+    def _admitted(self) -> int:
+        return sum(self.engine._core.stats(i)["bytes_fetched"] for i in self.engine._sequences)
+
+    def empty(self) -> None:
+        for i in list(self.engine._sequences):
+            self.engine.stop(i, "cancelled")
+        self.engine.step()
+        usage = self.engine.usage()
+        assert usage["device_pages_free"] == usage["device_pages"] and usage["host_blocks_free"] == usage["host_blocks"], usage
+
+
+def _config(args: argparse.Namespace, mode: str) -> EngineConfig:
+    dense = mode == "dense"
+    batch = max(args.concurrency)
+    drafts = 0 if dense or args.drafter == "previous" else args.draft_len
+    return EngineConfig(
+        model=args.model,
+        dummy_weights=args.dummy_weights,
+        backend="cuda",
+        dtype=args.dtype,
+        dense=dense,
+        top_k_blocks=args.top_k_blocks,
+        fetch_ratio=args.fetch_ratio,
+        drafter=args.drafter,
+        draft_len=drafts,
+        max_batch_size=batch,
+        max_num_tokens=max(args.max_num_tokens, batch * (1 + drafts)),
+        max_seq_len=args.context + args.output + 4 * batch + 64,
+        device_kv_gib=args.hbm_kv_gib,
+        host_kv_gib=0 if dense else args.host_kv_gib,
+        host_memory_gib=args.host_memory_gib,
+        gather_ctas=args.gather_ctas,
+        foreground_sms=0 if dense else args.foreground_sms,
+        cuda_graphs=not args.no_graphs,
+    )
+
+
+def _floors(arm: Arm, running: int, context: int, link_mb: float, rates: dict[str, float]) -> dict[str, float]:
+    """Milliseconds a step at best."""
+    c, m = arm.engine.core_config, arm.engine.model_config
+    weights = sum(_product(shape) for name, shape in m.shapes().items() if "vocab_embedding" not in name or m.share_embedding_table) * 2
+    block = c.page_bytes * c.num_layers
+    blocks = context / 16 if arm.engine.config.dense else min(c.top_k_blocks + 1, context / 16)
+    read = weights + running * blocks * block
+    if not arm.engine.config.dense:
+        read += running * context / 16 * block / 16  # summaries
+    return {"hbm_floor_ms": read / rates["hbm_gb_s"] / 1e6, "link_floor_ms": link_mb / rates["link_gb_s"]}
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    result = 1
+    for n in shape:
+        result *= n
+    return result
+
+
+def run(args: argparse.Namespace) -> list[dict[str, object]]:
+    require_cuda()
+    rates = measured_rates()
+    _say(f"plain read {rates['hbm_gb_s']:.0f} GB/s, pinned copy {rates['link_gb_s']:.1f} GB/s")
+    modes = args.mode.split(",")
+    configs = {mode: _config(args, mode) for mode in modes}
+    base = configs[modes[0]]
+    loaded = load_model(base)
+    widest = max(configs.values(), key=lambda c: c.max_num_tokens)
+    shared = LoadedModel(loaded.config, {}, loaded.tokenizer, make_decoder(widest, loaded, core_config(widest, loaded.config)))
+    arms = {}
+    for mode, config in configs.items():
+        begin = time.perf_counter()
+        runner = SyntheticRunner if args.prefill == "synthetic" else CudaRunner
+        arms[mode] = Arm(mode, Engine(config, model=replace(shared), runner=runner))
+        _say(f"{mode}: engine made in {time.perf_counter() - begin:.1f} s; {torch.cuda.mem_get_info()[0] / _GIB:.1f} GiB of the GPU left")
+    rows = []
+    for concurrency in args.concurrency:
+        for mode, arm in arms.items():
+            filled = arm.fill(concurrency, args.context, args.output + 4 * concurrency + 24)
+            result = arm.measure(args.output)
+            arm.empty()
+            gc.collect()
+            running = int(filled["running"])
+            floors = _floors(arm, running, args.context, result["link_mb_step"], rates)
+            row = {
+                "mode": mode,
+                "model": args.model,
+                "context": args.context,
+                "concurrency": concurrency,
+                "running": running,
+                "tok_s": running / result["tpot_mean_ms"] * 1e3,
+                **result,
+                "prefill": args.prefill,
+                "prefill_s": filled["prefill_s"],
+                **floors,
+                **rates,
+                "link_share": floors["link_floor_ms"] / result["tpot_mean_ms"],
+                "fetch_ratio": args.fetch_ratio,
+                "drafter": args.drafter,
+                "gather_ctas": args.gather_ctas,
+                "foreground_sms": arm.engine.config.foreground_sms,
+                "hbm_kv_gib": args.hbm_kv_gib,
+                "host_kv_gib": arm.engine.config.host_kv_gib,
+            }
+            rows.append({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()})
+            _say(
+                f"{mode:6} {args.context} x {running:3} of {concurrency:3}: {row['tok_s']:7.0f} tok/s, TPOT {row['tpot_ms']:6.2f} ms "
+                f"(mean {row['tpot_mean_ms']:.2f}, p99 {row['tpot_p99_ms']:.2f}), floors: HBM {row['hbm_floor_ms']:.2f}, "
+                f"link {row['link_mb_step']:.0f} MB = {row['link_floor_ms']:.2f} ms; host {row['host_ms_step']:.2f} ms, "
+                f"prefill {row['prefill_s']:.1f} s"
+            )
+            if args.json:
+                with Path(args.json).open("a") as out:
+                    out.write(json.dumps(rows[-1]) + "\n")
+    return rows
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--backend", choices=["cuda"], default="cuda")
+    parser.add_argument("--model", default="qwen3-8b", help="a preset with --dummy-weights, else a name or path as for `generate`")
+    parser.add_argument("--dummy-weights", action="store_true")
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--context", type=int, default=16384, help="tokens of each prompt")
+    parser.add_argument("--output", type=int, default=256, help="decode steps that are measured")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[16])
+    parser.add_argument("--hbm-kv-gib", type=float, default=56.0, help="of the GPU's memory for KV and summaries, in each arm")
+    parser.add_argument("--host-kv-gib", type=float, default=32.0, help="pinned, of the arm oasis; the dense arm has none")
+    parser.add_argument("--host-memory-gib", type=float, default=None, help="what the machine has in all, where memory grows with use")
+    parser.add_argument("--mode", default="dense,oasis")
+    parser.add_argument("--prefill", choices=["synthetic", "real"], default="synthetic")
+    parser.add_argument("--top-k-blocks", type=int, default=128)
+    parser.add_argument("--fetch-ratio", default="0.05")
+    parser.add_argument("--drafter", default="ngram")
+    parser.add_argument("--draft-len", type=int, default=1)
+    parser.add_argument("--max-num-tokens", type=int, default=8192, help="rows a step")
+    parser.add_argument("--gather-ctas", type=int, default=4)
+    parser.add_argument("--foreground-sms", type=int, default=0, help="that oasis' products use; 0: all")
+    parser.add_argument("--no-graphs", action="store_true")
+    parser.add_argument("--json", help="file that a JSON object a line is added to")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="oasiskv bench decode --backend cuda", description=__doc__)
+    add_arguments(parser)
+    run(parser.parse_args(argv))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

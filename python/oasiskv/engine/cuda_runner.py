@@ -1,0 +1,132 @@
+"""The CUDA runner: tokens, drafting and sampling on the device; decode steps as graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from oasiskv import _core
+from oasiskv.config import EngineConfig
+from oasiskv.engine.loaded import LoadedModel
+from oasiskv.engine.runner import Drafts, Groups, Runner, make_core
+from oasiskv.engine.sequence import Sequence
+from oasiskv.engine.token_table import TokenTable
+from oasiskv.errors import ConfigError
+from oasiskv.models.cuda_decoder import CudaDecoder
+
+_cuda = getattr(_core, "cuda", None)
+
+
+def require_cuda() -> None:
+    """Raise ConfigError where the backend cuda cannot run."""
+    if _cuda is None:
+        raise ConfigError("backend = 'cuda': this build has no CUDA; see docs/operations.md, `python3 build.py setup --cuda`")
+    if not torch.cuda.is_available():
+        raise ConfigError("backend = 'cuda': torch finds no GPU; use backend cpu, or see `oasiskv env`")
+
+
+def max_logits_rows(core_config: _core.CoreConfig) -> int:
+    return core_config.max_batch_size * (max(1, core_config.max_draft_len) if core_config.accept_drafts else 1)
+
+
+def make_decoder(config: EngineConfig, model: LoadedModel, core_config: _core.CoreConfig) -> CudaDecoder:
+    sizes = (core_config.max_num_tokens, max_logits_rows(core_config))
+    return CudaDecoder(model.config, model.weights, config.dtype, *sizes, batch_invariant=config.batch_invariant)
+
+
+class CudaRunner(Runner):
+    def __init__(self, config: EngineConfig, model: LoadedModel, core_config: _core.CoreConfig) -> None:
+        batch, max_logits = core_config.max_batch_size, max_logits_rows(core_config)
+        self._model = model.decoder or make_decoder(config, model, core_config)
+        core_config.norm_eps = self._model.norm_eps
+        if model.config.qk_layernorm:
+            core_config.qk_norms = [self._model.qk_norm_pointers(i) for i in range(core_config.num_layers)]
+        self.core = make_core(core_config, model)
+        self._drafts = core_config.max_draft_len
+        self._device_drafts = config.drafter == "ngram" and self._drafts > 0
+        self.pipelined = not config.accept_drafts and (config.drafter in ("ngram", "previous") or self._drafts == 0)
+        self._sms = config.foreground_sms
+        self._vocab = model.config.vocab_size
+        self._stream = torch.cuda.ExternalStream(self.core.stream)
+        with torch.cuda.stream(self._stream):
+            self._table = TokenTable(batch, core_config.max_seq_len, max_logits)
+            self._used = torch.zeros(2, batch, dtype=torch.int32, pin_memory=True)  # drafts, by parity of the step
+        self._on_device: dict[int, int] = {}  # tokens of each request that the table has
+
+    def logits(self, groups: Groups, drafts: Drafts, sequences: Mapping[int, Sequence]) -> torch.Tensor:
+        view = self.core.view(0)
+        with torch.cuda.stream(self._stream):
+            self._send_tokens(groups, sequences)
+            for g in groups:
+                if g.drafts:
+                    self._table.set_drafts(g.table_row, drafts[g.id][: g.drafts])
+            logits = self._forward(view)
+            count = sum(g.logits_rows for g in groups)
+            return logits[:count].cpu()
+
+    def launch(self, groups: Groups, sequences: Mapping[int, Sequence]) -> None:
+        random = any(sequences[g.id].params.temperature > 0 for g in groups if g.logits_rows)
+        view = self.core.view(int(random))
+        step = self.core.last_step
+        with torch.cuda.stream(self._stream):
+            self._send_tokens(groups, sequences)
+        if view.captured:
+            self.core.launch()
+        elif view.capture:
+            self.core.begin_capture()
+            self._enqueue(view, step, random)
+            self.core.end_capture()
+            self.core.launch()
+        else:
+            self._enqueue(view, step, random)
+        self.core.mark_foreground()
+        for g in groups:
+            if g.logits_rows:
+                self._on_device[g.id] = g.start + g.rows - g.drafts + 1
+
+    def _enqueue(self, view: _core.StepView, step: int, random: bool) -> None:
+        table, stream = self._table, self.core.stream
+        if self._device_drafts and view.drafted:
+            _cuda.propose_ngram(view.drafted_requests_ptr, view.drafted, table.tables, self._drafts, stream)
+            self.core.trim(table.draft_counts.data_ptr(), self._used[step % 2].data_ptr())
+        logits = self._forward(view)
+        rows = (logits.data_ptr(), self._vocab, view.logits_row_ptr, view.logits_rows, table.tables)
+        work = (table.work.data_ptr(), table.result_ptr(step), stream)
+        if random:
+            _cuda.sample_random(*rows, table.sampling.data_ptr(), *work)
+        else:
+            _cuda.sample_greedy(*rows, *work)
+
+    def _forward(self, view: _core.StepView) -> torch.Tensor:
+        return self._model.forward(
+            view.rows,
+            view.logits_rows,
+            view.row_ptr,
+            view.logits_row_ptr,
+            self._table,
+            self.core.forward,
+            self.core.stream,
+            self._sms,
+        )
+
+    def _send_tokens(self, groups: Groups, sequences: Mapping[int, Sequence]) -> None:
+        """What the host knows and the table does not: new requests, and tokens that were sampled on the host."""
+        for g in groups:
+            sequence = sequences[g.id]
+            have = self._on_device.get(g.id)
+            if have is None:
+                self._table.admit(g.table_row, sequence.token_ids, sequence.params)
+            elif have < len(sequence.token_ids):
+                self._table.extend(g.table_row, have, sequence.token_ids[have:])
+            self._on_device[g.id] = max(have or 0, len(sequence.token_ids))
+
+    def results(self, step: int, count: int) -> list[int]:
+        self.core.wait_foreground(step)
+        return self._table.result(step, count)
+
+    def drafts_used(self, step: int, count: int) -> list[int]:
+        return self._used[step % 2, :count].tolist()
+
+    def forget(self, request_id: int) -> None:
+        self._on_device.pop(request_id, None)

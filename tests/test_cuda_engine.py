@@ -1,0 +1,136 @@
+"""The engine on CUDA against the engine on the CPU, on the embedded model: in float32 and batch-invariant the same greedy tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+from oasiskv.engine.llm import LLM, GenerationResult
+from oasiskv.engine.sampling import SamplingParams
+from reference.cuda import needs_gpu
+
+pytestmark = needs_gpu
+
+LENGTHS = [10, 17, 31, 64, 65, 90, 128, 150, 200, 256, 333, 400, 512, 640, 777, 1000, 1300, 1700, 2300, 3000]
+GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
+EXACT = {"backend": "cuda", "dtype": "float32", "batch_invariant": True, "device_kv_gib": 4.0, "host_kv_gib": 4.0}
+SPARSE = {"top_k_blocks": 8, "sparse_from": 64}
+
+
+def ids(results: list[GenerationResult]) -> list[list[int]]:
+    assert all(r.error is None for r in results), [r.error for r in results]
+    return [r.token_ids for r in results]
+
+
+@pytest.fixture(scope="module")
+def prompts(prose_ids: list[int]) -> list[list[int]]:
+    return [prose_ids[i * 4001 : i * 4001 + n] for i, n in enumerate(LENGTHS)]
+
+
+@pytest.fixture(scope="module")
+def dense(prompts: list[list[int]]) -> list[list[int]]:
+    with LLM(dense=True) as llm:
+        return ids(llm.generate(prompts, GREEDY))
+
+
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+def test_dense_equals_the_cpu(prompts: list[list[int]], dense: list[list[int]], graphs: bool) -> None:
+    with LLM(dense=True, cuda_graphs=graphs, **EXACT) as llm:
+        assert ids(llm.generate(prompts, GREEDY)) == dense
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "previous"])
+def test_sparse_with_everything_resident_equals_dense(prompts: list[list[int]], dense: list[list[int]], drafter: str) -> None:
+    with LLM(top_k_blocks=256, sparse_from=64, drafter=drafter, **EXACT) as llm:
+        results = llm.generate(prompts, GREEDY)
+    assert ids(results) == dense
+    assert sum(r.stats["sparse_steps"] for r in results) > 200
+
+
+@pytest.mark.parametrize("options", [{"dense": True}, SPARSE, {**SPARSE, "cuda_graphs": False}], ids=["dense", "sparse", "eager"])
+def test_64_together_equal_one_by_one(prose_ids: list[int], options: dict) -> None:
+    many = [prose_ids[i * 1009 : i * 1009 + 20 + 37 * i % 700] for i in range(64)]
+    with LLM(**options, **EXACT) as llm:
+        together = llm.generate(many, GREEDY)
+        alone = [llm.generate([p], GREEDY)[0] for p in many]
+    assert ids(together) == ids(alone)
+    if "dense" not in options:
+        assert sum(r.stats["sparse_steps"] for r in together) > 500
+        assert sum(r.stats["blocks_admitted"] for r in together) > 1000
+        assert [r.stats["bytes_fetched"] for r in together] == [r.stats["bytes_fetched"] for r in alone]
+
+
+def test_sparse_tokens_mostly_equal_the_cpus(prompts: list[list[int]]) -> None:
+    """Different only where scores tie within rounding; counted, and rare."""
+    with LLM(**SPARSE) as llm:
+        cpu = llm.generate(prompts, GREEDY)
+    with LLM(**SPARSE, **EXACT) as llm:
+        gpu = llm.generate(prompts, GREEDY)
+    same = sum(a == b for a, b in zip(ids(cpu), ids(gpu), strict=True))
+    assert same >= len(prompts) - 2, same
+    for a, b in zip(cpu, gpu, strict=True):
+        if a.token_ids == b.token_ids:
+            for name in ("sparse_steps", "dense_steps", "blocks_predicted", "draft_tokens", "resident_tokens_max"):
+                assert a.stats[name] == b.stats[name], name
+
+
+def test_host_sampling_and_device_sampling_take_turns(prompts: list[list[int]], dense: list[list[int]]) -> None:
+    """A request with penalties makes its steps synchronous; the others' tokens stay the same."""
+    mixed = [GREEDY if i % 4 else SamplingParams(max_tokens=9, repetition_penalty=1.3, ignore_eos=True) for i in range(len(prompts))]
+    with LLM(dense=True, **EXACT) as llm:
+        got = ids(llm.generate(prompts, mixed))
+    assert [g for i, g in enumerate(got) if i % 4] == [d for i, d in enumerate(dense) if i % 4]
+
+
+def test_accepted_drafts_do_not_change_the_answer(prompts: list[list[int]], dense: list[list[int]]) -> None:
+    with LLM(dense=True, draft_len=4, accept_drafts=True, **EXACT) as llm:
+        results = llm.generate(prompts, GREEDY)
+    assert ids(results) == dense
+    assert sum(r.stats["draft_accepted"] for r in results) > 0
+
+
+def test_seeded_sampling_equals_the_cpus(prompts: list[list[int]]) -> None:
+    params = [SamplingParams(max_tokens=16, temperature=0.8, top_k=40, top_p=0.9, seed=i, ignore_eos=True) for i in range(len(prompts))]
+    with LLM(dense=True) as llm:
+        cpu = ids(llm.generate(prompts, params))
+    with LLM(dense=True, **EXACT) as llm:
+        gpu = ids(llm.generate(prompts, params))
+    assert sum(a == b for a, b in zip(cpu, gpu, strict=True)) >= len(prompts) - 1  # a uniform number at a border
+
+
+def test_small_pools_preempt_and_answer_the_same(prompts: list[list[int]], dense: list[list[int]]) -> None:
+    page_gib = 30 * 3 * 2 * 16 * 64 * 4 / 2**30
+    with LLM(dense=True, **EXACT | {"device_kv_gib": 230 * page_gib}) as llm:
+        results = llm.generate(prompts, GREEDY)
+    assert ids(results) == dense
+    assert sum(r.stats["preemptions"] for r in results) > 0
+
+
+def test_stop_tokens_end_a_request_one_step_late_without_a_trace(prompts: list[list[int]], dense: list[list[int]]) -> None:
+    stops = [SamplingParams(max_tokens=24, ignore_eos=True, stop_token_ids=(d[i % 20],)) for i, d in enumerate(dense)]
+    with LLM(dense=True, **EXACT) as llm:
+        results = llm.generate(prompts, stops)
+        usage = llm.usage()
+    for r, d, p in zip(results, dense, stops, strict=True):
+        assert r.token_ids == d[: d.index(p.stop_token_ids[0]) + 1] and r.finish_reason == "stop"
+    assert usage["device_pages_free"] == usage["device_pages"] and usage["host_blocks_free"] == usage["host_blocks"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bit_parts_from_float32_only_at_close_calls(prompts: list[list[int]], dtype: str) -> None:
+    """At the first token that differs, float32's two best are closer than four times the noise of 16 bit's log-probabilities."""
+    params = SamplingParams(max_tokens=24, ignore_eos=True, logprobs=2)
+    with LLM(dense=True) as llm:
+        exact = llm.generate(prompts, params)
+    with LLM(dense=True, **EXACT | {"dtype": dtype, "batch_invariant": False}) as llm:
+        rounded = llm.generate(prompts, params)
+    squares, gaps = [], []
+    for e, r in zip(exact, rounded, strict=True):
+        for a, b in zip(e.logprobs, r.logprobs, strict=True):
+            if a.token_id != b.token_id:
+                gaps.append(a.top_logprobs[0][1] - a.top_logprobs[1][1])
+                break
+            squares.append((a.logprob - b.logprob) ** 2)
+    noise = (sum(squares) / len(squares)) ** 0.5
+    print(f"{dtype}: noise {noise:.4f}, {len(gaps)} of {len(prompts)} part, at gaps {[round(g, 4) for g in gaps]}")
+    assert len(squares) > 200 and noise < 0.3
+    assert all(g < 4 * max(noise, 1e-4) for g in gaps), (noise, gaps)
