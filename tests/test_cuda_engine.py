@@ -69,8 +69,10 @@ def test_sparse_tokens_mostly_equal_the_cpus(prompts: list[list[int]]) -> None:
     assert same >= len(prompts) - 2, same
     for a, b in zip(cpu, gpu, strict=True):
         if a.token_ids == b.token_ids:
-            for name in ("sparse_steps", "dense_steps", "blocks_predicted", "draft_tokens", "resident_tokens_max"):
+            for name in ("sparse_steps", "dense_steps", "blocks_predicted", "draft_tokens"):
                 assert a.stats[name] == b.stats[name], name
+            # On CUDA a draft row that is planned counts, whether or not the drafter has a guess.
+            assert a.stats["resident_tokens_max"] <= b.stats["resident_tokens_max"] <= a.stats["resident_tokens_max"] + 1
 
 
 def test_host_sampling_and_device_sampling_take_turns(prompts: list[list[int]], dense: list[list[int]]) -> None:
@@ -97,11 +99,14 @@ def test_seeded_sampling_equals_the_cpus(prompts: list[list[int]]) -> None:
     assert sum(a == b for a, b in zip(cpu, gpu, strict=True)) >= len(prompts) - 1  # a uniform number at a border
 
 
-def test_small_pools_preempt_and_answer_the_same(prompts: list[list[int]], dense: list[list[int]]) -> None:
+def test_small_pools_preempt_and_answer_the_same(prompts: list[list[int]]) -> None:
+    long = SamplingParams(max_tokens=120, ignore_eos=True)
+    with LLM(dense=True) as llm:
+        expected = ids(llm.generate(prompts[:10], long))
     page_gib = 30 * 3 * 2 * 16 * 64 * 4 / 2**30
-    with LLM(dense=True, **EXACT | {"device_kv_gib": 230 * page_gib}) as llm:
-        results = llm.generate(prompts, GREEDY)
-    assert ids(results) == dense
+    with LLM(dense=True, **EXACT | {"device_kv_gib": 40.5 * page_gib}) as llm:
+        results = llm.generate(prompts[:10], long)
+    assert ids(results) == expected
     assert sum(r.stats["preemptions"] for r in results) > 0
 
 
@@ -117,7 +122,7 @@ def test_stop_tokens_end_a_request_one_step_late_without_a_trace(prompts: list[l
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_16_bit_parts_from_float32_only_at_close_calls(prompts: list[list[int]], dtype: str) -> None:
-    """At the first token that differs, float32's two best are closer than four times the noise of 16 bit's log-probabilities."""
+    """At the first token that differs, float32's two best are closer than four times what 16 bit adds to the gap between them."""
     params = SamplingParams(max_tokens=24, ignore_eos=True, logprobs=2)
     with LLM(dense=True) as llm:
         exact = llm.generate(prompts, params)
@@ -126,11 +131,13 @@ def test_16_bit_parts_from_float32_only_at_close_calls(prompts: list[list[int]],
     squares, gaps = [], []
     for e, r in zip(exact, rounded, strict=True):
         for a, b in zip(e.logprobs, r.logprobs, strict=True):
+            gap = a.top_logprobs[0][1] - a.top_logprobs[1][1]
             if a.token_id != b.token_id:
-                gaps.append(a.top_logprobs[0][1] - a.top_logprobs[1][1])
+                gaps.append(gap)
                 break
-            squares.append((a.logprob - b.logprob) ** 2)
+            if a.top_logprobs[1][0] == b.top_logprobs[1][0]:
+                squares.append((gap - b.top_logprobs[0][1] + b.top_logprobs[1][1]) ** 2)
     noise = (sum(squares) / len(squares)) ** 0.5
     print(f"{dtype}: noise {noise:.4f}, {len(gaps)} of {len(prompts)} part, at gaps {[round(g, 4) for g in gaps]}")
     assert len(squares) > 200 and noise < 0.3
-    assert all(g < 4 * max(noise, 1e-4) for g in gaps), (noise, gaps)
+    assert all(g < 4 * noise for g in gaps), (noise, gaps)
