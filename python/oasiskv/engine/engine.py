@@ -33,6 +33,10 @@ _NOT_FINITE = "the model returned logits that are not finite"
 _log = logging.getLogger(__name__)
 
 
+def _log_pinned(done: int, total: int) -> None:
+    _log.info("host KV pool: %.0f of %.0f GiB pinned", done / _GIB, total / _GIB)
+
+
 def core_config(config: EngineConfig, model: ModelConfig) -> _core.CoreConfig:
     """Sizes of the pools and rules of selection for this model. Raises ConfigError."""
     c = _core.CoreConfig()
@@ -54,6 +58,7 @@ def core_config(config: EngineConfig, model: ModelConfig) -> _core.CoreConfig:
         device_bytes -= c.summary_bytes
         c.graphs, c.gather_ctas = config.cuda_graphs, config.gather_ctas
         c.host_assume_bytes = int((config.host_memory_gib or 0) * _GIB)
+        c.host_progress = _log_pinned
     c.device_pages = max(0, device_bytes // (c.page_bytes * c.num_layers))
     limit = model.max_position_embeddings
     if config.max_seq_len is not None and config.max_seq_len > limit:
