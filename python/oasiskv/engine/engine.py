@@ -6,6 +6,7 @@ stopped is then in one step more, whose token of it is dropped.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import time
@@ -141,7 +142,11 @@ class Engine:
 
     def _end(self, sequence: Sequence, step: int = 0) -> dict[str, Any]:
         """`step`: the last that it had a part in; 0: the last of all."""
-        stats = self._stats(sequence, step)
+        try:
+            stats = self._stats(sequence, step)
+        except Exception:  # of a device that is lost: the request ends all the same
+            _log.exception("request %d: its statistics are lost", sequence.id)
+            stats = {}
         self._core.end(sequence.id)
         self._runner.forget(sequence.id)
         self._drafter.forget(sequence.id)
@@ -291,6 +296,11 @@ class Engine:
     def take_trace(self) -> list[dict[str, Any]]:
         """Decisions since the last call, with `trace=True`; see docs/design.md, section 5."""
         return self._core.take_trace()
+
+    def close(self) -> None:
+        """Wait for what is under way: weights and buffers that it reads may go then."""
+        with contextlib.suppress(Exception):  # a device that is lost runs nothing any more
+            self._core.drain()
 
     def drain(self) -> None:
         """Wait for the background. Raises EngineError when a worker failed: this engine is then unusable."""
