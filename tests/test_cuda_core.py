@@ -29,6 +29,7 @@ class Lockstep:
         cos, sin = rope_tables(s, cfg.max_seq_len)
         self.cpu = _core.Core(cfg, cos.ctypes.data, sin.ctypes.data)
         cfg.backend, cfg.dtype = "cuda", dtype
+        cfg.gather_shares = [_core.GatherShare(1 << 62, 4)]
         if not host:
             cfg.host_blocks = 0
         self.gpu = _core.Core(cfg, cos.ctypes.data, sin.ctypes.data)

@@ -76,6 +76,10 @@ def test_random_endings_over_small_pools(prose_ids: list[int]) -> None:
             loop.cancel(rng.choice(submitted))
     for _ in range(24):
         assert room.acquire(timeout=120), "hang"
+    grown = [ask(loop, prose_ids[i * 50 : i * 50 + 8], 60) for i in range(6)]  # together they grow to twice the pool
+    for outputs, done in grown:
+        assert done.wait(120), "hang"
+        preemptions += outputs[-1].stats["preemptions"]
     usage = wait_until_baseline(loop)
     assert set(ends.values()) <= {1}
     assert len(ends) + len(failed_callbacks) == total

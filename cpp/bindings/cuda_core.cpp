@@ -3,6 +3,8 @@
 #include "bindings/cuda.h"
 #include "core.h"
 
+#include <pybind11/stl.h>
+
 namespace oasis {
 
 void bind_cuda_core(py::module_& m, py::class_<Core>& core) {
@@ -17,6 +19,7 @@ void bind_cuda_core(py::module_& m, py::class_<Core>& core) {
       .def_readonly("captured", &View::captured)
       .def_readonly("capture", &View::capture)
       .def_readonly("bucketed", &View::bucketed)
+      .def_readonly("gather_ctas", &View::gather_ctas)
       .def_property_readonly("row_ptr", [=](const View& v) { return address(v.row_list); })
       .def_property_readonly("logits_row_ptr",
                              [=](const View& v) { return address(v.logits_row_list); })
@@ -32,7 +35,8 @@ void bind_cuda_core(py::module_& m, py::class_<Core>& core) {
                           reinterpret_cast<int32_t*>(used));
           },
           "draft_counts"_a, "used"_a)
-      .def("set_gather_ctas", [](Core& c, int ctas) { c.cuda().set_gather_ctas(ctas); })
+      .def("share_sms",
+           [](Core& c, std::vector<GatherShare> shares) { c.cuda().share_sms(std::move(shares)); })
       .def("begin_capture", &Core::begin_capture)
       .def("end_capture", &Core::end_capture)
       .def("launch", &Core::launch, nogil())

@@ -141,6 +141,8 @@ PYBIND11_MODULE(_core, m) {
   bind_cuda(cuda);
 #endif
 
+  py::class_<GatherShare>(m, "GatherShare")
+      .def(py::init<int64_t, int>(), py::arg("link_bytes"), py::arg("ctas"));
   py::class_<CoreConfig>(m, "CoreConfig")
       .def(py::init<>())
       .def_readwrite("backend", &CoreConfig::backend)
@@ -168,7 +170,7 @@ PYBIND11_MODULE(_core, m) {
       .def_readwrite("qk_norms", &CoreConfig::qk_norms)
       .def_readwrite("norm_eps", &CoreConfig::norm_eps)
       .def_readwrite("graphs", &CoreConfig::graphs)
-      .def_readwrite("gather_ctas", &CoreConfig::gather_ctas)
+      .def_readwrite("gather_shares", &CoreConfig::gather_shares)
       .def_readwrite("host_assume_bytes", &CoreConfig::host_assume_bytes)
       .def_readwrite("host_progress", &CoreConfig::host_progress)
       .def_readwrite("trace", &CoreConfig::trace)

@@ -77,7 +77,10 @@ void CoreConfig::validate() const {
        "must be 64 or 128 on CUDA");
   need(qk_norms.empty() || static_cast<int>(qk_norms.size()) == num_layers, "qk_norms",
        static_cast<int64_t>(qk_norms.size()), "must be one pair a layer");
-  need(gather_ctas >= 0, "gather_ctas", gather_ctas, "must not be negative");
+  need(backend == "cpu" || !sparse_enabled || !gather_shares.empty(), "gather_shares", 0,
+       "must say how many SMs fetch over the link");
+  for (const GatherShare& s : gather_shares)
+    need(s.ctas >= 0 && s.ctas <= 64, "gather_shares", s.ctas, "must be in 0..64 CTAs");
   summary_kind_from(summary);
   group_combine_from(group_combine);
 }

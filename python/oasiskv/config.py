@@ -75,8 +75,8 @@ class EngineConfig:
     host_memory_gib: float | None = None  # what the machine has in all, where memory grows with use; None: what it says of itself
     batch_invariant: bool = False  # CUDA: no row's result depends on its batch; slower. The CPU backend's never does
     cuda_graphs: bool = True
-    gather_ctas: int = 4  # SMs that fetch over the link
-    foreground_sms: int = 0  # that matrix products leave to the gather by using only so many; 0: all
+    gather_ctas: int | None = None  # SMs that fetch over the link; None: by engine/sm_share.py's table
+    foreground_sms: int = 0  # that matrix products may use, 0: all; with gather_ctas
     num_threads: int | None = None  # None: the cores this process may use
     trace: bool = False
     transfer_delay_us: int = 0  # fault injection for tests
@@ -120,8 +120,11 @@ class EngineConfig:
         _size_gib("device_kv_gib", self.device_kv_gib)
         if not (self.host_kv_gib == 0 and self.dense and self.backend == "cuda"):  # then nothing is preempted
             _size_gib("host_kv_gib", self.host_kv_gib)
-        _in_range("gather_ctas", self.gather_ctas, 1, 64)
+        if self.gather_ctas is not None:
+            _in_range("gather_ctas", self.gather_ctas, 1, 64)
         _in_range("foreground_sms", self.foreground_sms, 0, 1024)
+        if self.foreground_sms and self.gather_ctas is None:
+            raise ConfigError(f"foreground_sms = {self.foreground_sms} without gather_ctas: give both, or neither for the table")
         if self.host_memory_gib is not None:
             _size_gib("host_memory_gib", self.host_memory_gib)
         self._check_drafter()

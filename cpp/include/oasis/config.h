@@ -21,6 +21,13 @@ GroupCombine group_combine_from(const std::string& name);
 DType dtype_from(const std::string& name);
 constexpr int element_bytes(DType t) { return t == DType::kFloat32 ? 4 : 2; }
 
+// SMs that fetch over the link in a step that may bring up to so many bytes. 0: nothing is fetched
+// (ablations).
+struct GatherShare {
+  int64_t link_bytes;
+  int ctas;
+};
+
 struct CoreConfig {
   std::string backend = "cpu";    // or "cuda"
   std::string dtype = "float32";  // of the KV cache, qkv and out; float32 on the CPU
@@ -50,8 +57,8 @@ struct CoreConfig {
   // CUDA only.
   std::vector<std::pair<uintptr_t, uintptr_t>> qk_norms;  // a layer's [D] weights; empty: none
   float norm_eps = 0.0f;
-  bool graphs = true;             // decode steps run as CUDA graphs
-  int gather_ctas = 4;            // SMs that fetch over the link; 0: nothing is fetched (ablations)
+  bool graphs = true;                      // decode steps run as CUDA graphs
+  std::vector<GatherShare> gather_shares;  // by link_bytes, ascending; the last serves all above
   int64_t host_assume_bytes = 0;  // memory there is for the host pool; 0: as the machine says
   std::function<void(int64_t done, int64_t total)> host_progress;  // bytes that are pinned
 

@@ -28,6 +28,7 @@ from oasiskv.engine.cuda_runner import CudaRunner, make_decoder, require_cuda
 from oasiskv.engine.engine import Engine, core_config
 from oasiskv.engine.loaded import LoadedModel, load_model
 from oasiskv.engine.sampling import SamplingParams
+from oasiskv.engine.sm_share import SmShare
 
 _GIB = 2**30
 
@@ -217,10 +218,10 @@ def run(args: argparse.Namespace) -> list[dict[str, object]]:
     for concurrency in args.concurrency:
         for mode, arm in arms.items():
             filled = arm.fill(concurrency, args.context, _outputs(args, concurrency))
-            for gather_ctas, foreground_sms in [(0, 0)] if mode == "dense" else args.sms:
-                if mode != "dense":
-                    arm.engine._runner.share_sms(gather_ctas, foreground_sms)
-                row = _measured(arm, args, rates, concurrency, filled) | {"gather_ctas": gather_ctas, "foreground_sms": foreground_sms}
+            for shares in [None] if mode == "dense" else args.sms or [None]:
+                if shares is not None:
+                    arm.engine._runner.share_sms([SmShare(float("inf"), *shares)])
+                row = _measured(arm, args, rates, concurrency, filled)
                 rows.append({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()})
                 _report(rows[-1])
                 if args.json:
@@ -232,7 +233,7 @@ def run(args: argparse.Namespace) -> list[dict[str, object]]:
 
 def _outputs(args: argparse.Namespace, concurrency: int) -> int:
     """Tokens of a request: it runs on while others are filled in, and through every measurement."""
-    return (args.output + 12) * len(args.sms) + 3 * concurrency + 32
+    return (args.output + 12) * max(1, len(args.sms)) + 3 * concurrency + 32
 
 
 def _measured(arm: Arm, args: argparse.Namespace, rates: dict[str, float], concurrency: int, filled: dict[str, float]) -> dict[str, Any]:
@@ -245,6 +246,8 @@ def _measured(arm: Arm, args: argparse.Namespace, rates: dict[str, float], concu
     floors = _floors(arm, running, args.context, result["link_mb_step"], rates)
     return {
         "mode": arm.name,
+        "gather_ctas": arm.engine._runner.last_view.gather_ctas,
+        "foreground_sms": arm.engine._runner._foreground_sms(arm.engine._runner.last_view),
         "model": args.model,
         "context": args.context,
         "concurrency": concurrency,

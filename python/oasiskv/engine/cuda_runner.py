@@ -11,6 +11,7 @@ from oasiskv.config import EngineConfig
 from oasiskv.engine.loaded import LoadedModel
 from oasiskv.engine.runner import Drafts, Groups, Runner, make_core
 from oasiskv.engine.sequence import Sequence
+from oasiskv.engine.sm_share import SmShare, gather_shares, sm_shares
 from oasiskv.engine.token_table import TokenTable
 from oasiskv.errors import ConfigError
 from oasiskv.models.cuda_decoder import CudaDecoder
@@ -52,24 +53,37 @@ class CudaRunner(Runner):
         core_config.norm_eps = self._model.norm_eps
         if model.config.qk_layernorm:
             core_config.qk_norms = [self._model.qk_norm_pointers(i) for i in range(core_config.num_layers)]
+        self._shares = self._configured_shares(config)
+        core_config.gather_shares = gather_shares(self._shares)
         self.core = make_core(core_config, model)
         self._drafts = core_config.max_draft_len
         self._device_drafts = config.drafter == "ngram" and self._drafts > 0
         self.pipelined = not config.accept_drafts and (config.drafter in ("ngram", "previous") or self._drafts == 0)
-        self._sms = config.foreground_sms
         self._vocab = model.config.vocab_size
         self._stream = torch.cuda.ExternalStream(self.core.stream, device=torch.cuda.current_device())
         with torch.cuda.stream(self._stream):
             self._table = TokenTable(batch, core_config.max_seq_len, max_logits)
             self._used = torch.zeros(2, batch, dtype=torch.int32, pin_memory=True)  # drafts, by parity of the step
-        self._tuned: set[tuple[int, int]] = set()
+        self._tuned: set[tuple[int, int, int]] = set()
+        self.last_view: _core.StepView | None = None  # of the last launched step
         self._on_device: dict[int, int] = {}  # tokens of each request that the table has
 
-    def share_sms(self, gather_ctas: int, foreground_sms: int) -> None:
-        """SMs that fetch over the link (0: nothing is fetched, for ablations), and that matrix products use (0: all). Between steps."""
-        self.core.set_gather_ctas(gather_ctas)
-        self._sms = foreground_sms
+    @staticmethod
+    def _configured_shares(config: EngineConfig) -> list[SmShare]:
+        if config.gather_ctas is None:
+            return sm_shares(torch.cuda.get_device_name())
+        return [SmShare(float("inf"), config.gather_ctas, config.foreground_sms)]
+
+    def share_sms(self, shares: list[SmShare]) -> None:
+        """In place of the configured ones, for measurements; 0 gather_ctas fetches nothing. Between steps."""
+        self._shares = shares
+        self.core.share_sms(gather_shares(shares))
         self._tuned.clear()
+
+    def _foreground_sms(self, view: _core.StepView) -> int:
+        if view.gather_ctas == 0:
+            return 0
+        return next(s.foreground_sms for s in self._shares if s.gather_ctas == view.gather_ctas)
 
     def logits(self, groups: Groups, drafts: Drafts, sequences: Mapping[int, Sequence]) -> torch.Tensor:
         view = self.core.view(0)
@@ -84,13 +98,14 @@ class CudaRunner(Runner):
 
     def launch(self, groups: Groups, sequences: Mapping[int, Sequence]) -> None:
         random = any(sequences[g.id].params.temperature > 0 for g in groups if g.logits_rows)
-        view = self.core.view(int(random))
+        view = self.last_view = self.core.view(int(random))
         step = self.core.last_step
         with torch.cuda.stream(self._stream):
             self._send_tokens(groups, sequences)
-        if view.bucketed and (view.rows, view.logits_rows) not in self._tuned:
-            self._tuned.add((view.rows, view.logits_rows))
-            self._model.tune(view.rows, view.logits_rows, self.core.stream, self._sms)
+        size = (view.rows, view.logits_rows, self._foreground_sms(view))
+        if view.bucketed and size not in self._tuned:
+            self._tuned.add(size)
+            self._model.tune(view.rows, view.logits_rows, self.core.stream, self._foreground_sms(view))
         if view.captured or (view.capture and self._capture(view, step, random)):
             self.core.launch()
         else:
@@ -127,7 +142,7 @@ class CudaRunner(Runner):
             self._table,
             self.core.forward,
             self.core.stream,
-            self._sms,
+            self._foreground_sms(view),
         )
 
     def _send_tokens(self, groups: Groups, sequences: Mapping[int, Sequence]) -> None:

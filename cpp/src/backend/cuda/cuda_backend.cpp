@@ -67,7 +67,7 @@ CudaBackend::CudaBackend(const CoreConfig& config, const float* cos, const float
   }
   q_ = DeviceMemory(config_.max_num_tokens * hq * config_.head_dim * element_bytes_, "queries");
   check_limits();
-  set_gather_ctas(config_.gather_ctas);
+  gather_shares_ = config_.gather_shares;
   cut_.lane_tiles =
       static_cast<int>(div_up((1 + config_.max_draft_len) * config_.group(), kLaneTile));
   if (dtype_ != DType::kFloat32) {
@@ -120,14 +120,19 @@ void CudaBackend::check_limits() {
 // The thread that drives a core need not be the one that made it.
 void CudaBackend::use_device() { check(cudaSetDevice(device_), "device"); }
 
-// Where the gather's CTAs are, others have no room: theirs would run after all the rest.
-void CudaBackend::set_gather_ctas(int ctas) {
-  if (ctas < 0 || ctas > sms_ / 2) refuse("gather_ctas", ctas, "from 0 to half of the GPU's SMs");
+void CudaBackend::share_sms(std::vector<GatherShare> shares) {
   drain();
   graphs_.clear();
-  gather_ctas_ = config_.sparse_enabled ? ctas : 0;
-  cut_.attention_ctas = (sms_ - gather_ctas_) * attention_ctas_per_sm();
-  cut_.score_ctas = (sms_ - gather_ctas_) * score_ctas_per_sm();
+  gather_shares_ = std::move(shares);
+}
+
+// The more of the link a step needs, the more SMs its gather gets: under load one alone moves less.
+int CudaBackend::gather_ctas(int64_t requests) const {
+  const int64_t bytes =
+      requests * config_.num_layers * config_.num_kv_heads * config_.fetch_cap_blocks * head_bytes_;
+  for (const GatherShare& s : gather_shares_)
+    if (bytes <= s.link_bytes) return s.ctas;
+  return gather_shares_.back().ctas;
 }
 
 CudaBackend::~CudaBackend() { cudaDeviceSynchronize(); }
@@ -296,13 +301,8 @@ void CudaBackend::begin(std::shared_ptr<const StepPlan> plan) {
 
 // Decode steps run at one of few sizes: eagerly at first, then captured.
 void CudaBackend::plan_sizes() {
-  sizes_ = {.rows = static_cast<int>(plan_->rows),
-            .logits_rows = 0,
-            .settled = 0,
-            .predictors = 0,
-            .drafted = 0,
-            .score_blocks = 0,
-            .staged_rows = 0};
+  sizes_ = {};
+  sizes_.rows = static_cast<int>(plan_->rows);
   bool decode = config_.graphs && !config_.trace;
   int tiles = 1;
   for (const RowGroup& g : plan_->groups) {
@@ -327,15 +327,18 @@ void CudaBackend::plan_sizes() {
                                : 0};
     size_ = size;
     const int requests = std::min(size.rows, config_.max_batch_size);
-    sizes_ = {.rows = size.rows,
-              .logits_rows = size.logits_rows,
-              .settled = requests,
-              .predictors = requests,
-              .drafted = requests,
-              .score_blocks = size.score_blocks,
-              .staged_rows = std::max(1, config_.max_draft_len)};
+    sizes_.rows = size.rows;
+    sizes_.logits_rows = size.logits_rows;
+    sizes_.settled = sizes_.drafted = requests;
+    sizes_.predictors = sizes_.predictors > 0 ? requests : 0;
+    sizes_.score_blocks = size.score_blocks;
+    sizes_.staged_rows = std::max(1, config_.max_draft_len);
     tiles = static_cast<int>(div_up((1 + config_.max_draft_len) * config_.group(), kLaneTile));
   }
+  sizes_.gather_ctas = sizes_.predictors > 0 ? gather_ctas(sizes_.logits_rows) : 0;
+  // Where the gather's CTAs are, others have no room: theirs would run after all the rest.
+  cut_.attention_ctas = (sms_ - sizes_.gather_ctas) * attention_ctas_per_sm();
+  cut_.score_ctas = (sms_ - sizes_.gather_ctas) * score_ctas_per_sm();
   cut_.lane_tiles = tiles;
   cut_.padded_rows = sizes_.rows;
   cut_.padded_logits = sizes_.logits_rows;
@@ -353,6 +356,7 @@ CudaBackend::StepView CudaBackend::view(int variant) {
           captured,
           warmed && !captured && !graph_->refused,
           size_.has_value(),
+          sizes_.gather_ctas,
           arrays_.rows(parity_),
           arrays_.logits_rows(parity_),
           arrays_.drafted_requests(parity_)};
@@ -504,7 +508,7 @@ void CudaBackend::predict(int layer) {
   const LayerEvents& now = events(layer, plan_->step);
   now.staged.hold(predict_);
   if (layer == 0) counted_[parity_ ^ 1].hold(predict_, capturing_);
-  if (config_.sparse_enabled && sizes_.predictors > 0) {
+  if (sizes_.predictors > 0) {
     const int lanes = sizes_.staged_rows * config_.group();
     score({.dtype = dtype_,
            .heads = heads(),
@@ -577,8 +581,9 @@ void CudaBackend::transfer(int layer) {
   if (layer == 0)  // in the order of the steps: what the next one waits for comes first
     events(config_.num_layers - 1, plan_->step - 1).transferred.hold(transfer_, capturing_);
   now.attended.hold(transfer_);
-  if (config_.sparse_enabled && sizes_.predictors > 0 && gather_ctas_ > 0)
-    gather(copies(layer), num_copies_.as<int32_t>() + layer, head_bytes_, gather_ctas_, transfer_);
+  if (sizes_.gather_ctas > 0)
+    gather(copies(layer), num_copies_.as<int32_t>() + layer, head_bytes_, sizes_.gather_ctas,
+           transfer_);
   now.transferred.record(transfer_, capturing_);
 }
 

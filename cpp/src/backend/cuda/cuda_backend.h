@@ -48,8 +48,8 @@ class CudaBackend final : public Backend {
   std::vector<TraceRecord> take_trace() override { return std::exchange(trace_, {}); }
   void drain() override;
 
-  // SMs that fetch over the link; 0: nothing is fetched, for ablations. Steps are captured anew.
-  void set_gather_ctas(int ctas);
+  // In place of config.gather_shares, for measurements. Steps are captured anew.
+  void share_sms(std::vector<GatherShare> shares);
   cudaStream_t foreground() const { return foreground_; }
   // What the caller's part of a step reads, for the step at hand; addresses on the device.
   struct StepView {
@@ -57,6 +57,7 @@ class CudaBackend final : public Backend {
     bool captured;                   // launch() it; else enqueue it on foreground()
     bool capture;                    // between begin_capture() and end_capture(), then launch() it
     bool bucketed;                   // of one of few sizes
+    int gather_ctas;                 // SMs that the step's gather takes
     const Row* row_list;
     const LogitsRow* logits_row_list;
     const int32_t* drafted_requests;  // table rows, -1: padding
@@ -81,7 +82,9 @@ class CudaBackend final : public Backend {
   // What launches are made for: the step's own counts, or those of the size that it is captured
   // for.
   struct Sizes {
-    int rows, logits_rows, settled, predictors, drafted, score_blocks, staged_rows;
+    int rows = 0, logits_rows = 0, settled = 0, predictors = 0, drafted = 0, score_blocks = 0,
+        staged_rows = 0;
+    int gather_ctas = 0;  // 0: nothing is fetched
   };
 
   static int parity_of(int64_t step) { return static_cast<int>(step & 1); }
@@ -117,13 +120,15 @@ class CudaBackend final : public Backend {
   void transfer(int layer);
   void count_selections();
   void plan_sizes();
+  int gather_ctas(int64_t requests) const;
   void end_layers();
   void trace_step();
 
   const CoreConfig& config_;
   DType dtype_;
   int element_bytes_, head_bytes_, sms_;
-  int device_, gather_ctas_ = 0, max_select_blocks_ = 0;
+  int device_, max_select_blocks_ = 0;
+  std::vector<GatherShare> gather_shares_;
   int64_t pool_layer_bytes_, summary_layer_bytes_;
   Stream foreground_{Priority::kMiddle}, predict_{Priority::kLow}, transfer_{Priority::kHigh};
   std::array<Stream, 2> graph_streams_{Stream(Priority::kMiddle), Stream(Priority::kMiddle)};

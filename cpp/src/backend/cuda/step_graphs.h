@@ -53,7 +53,7 @@ class Graph {
 // What a captured step was captured for; it serves any step that needs no more.
 struct StepSize {
   int rows = 0, logits_rows = 0;
-  int score_blocks = 0;  // of the longest request that predicts
+  int score_blocks = 0;  // of the longest request that predicts; 0: none does
   int variant = 0;       // of the caller's part
   auto operator<=>(const StepSize&) const = default;
 };

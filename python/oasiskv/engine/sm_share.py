@@ -1,0 +1,35 @@
+"""How a GPU's SMs are shared between the gather, which feeds the link, and the foreground's products.
+
+One SM's gather moves about 21 GB/s alone, and far less while the foreground saturates the GPU's memory: the more of the link a step
+needs, the more SMs its gather gets. Products are told how many are left, so that they choose tiles that fill no others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from oasiskv import _core
+
+_ALL = 1 << 62
+
+
+@dataclass(frozen=True)
+class SmShare:
+    """Of steps that may bring up to `link_mb` over the link."""
+
+    link_mb: float
+    gather_ctas: int
+    foreground_sms: int  # 0: all
+
+
+# Measured by `oasiskv bench decode --backend cuda --sms ...` (benchmarks/results/sms_h200.jsonl): the fastest steps.
+_TABLES = {"NVIDIA H200": [SmShare(260, 4, 124), SmShare(450, 8, 120), SmShare(float("inf"), 12, 120)]}
+
+
+def sm_shares(gpu: str) -> list[SmShare]:
+    """The table of the GPU of this name; for others, the H200's."""
+    return _TABLES.get(gpu, _TABLES["NVIDIA H200"])
+
+
+def gather_shares(shares: list[SmShare]) -> list[_core.GatherShare]:
+    return [_core.GatherShare(min(_ALL, int(min(s.link_mb, 1e12) * 1e6)), s.gather_ctas) for s in shares]
