@@ -66,8 +66,8 @@ class CudaBackend final : public Backend {
   void end_capture();
   void launch();
   // The caller's part of the step is enqueued; until it is done.
-  void mark_foreground() { foreground_done_[parity_of(last_step_)].record(foreground_); }
-  void wait_foreground(int64_t step) const { foreground_done_[parity_of(step)].synchronize(); }
+  void mark_foreground();
+  void wait_foreground(int64_t step) const;
 
  private:
   struct LayerEvents {
