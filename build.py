@@ -42,7 +42,7 @@ SUPPORTED = [(3, 11), (3, 12), (3, 10)]  # in order of preference
 INSTALL, UNINSTALL, WHEEL = (
     [str(PYTHON), "-m", "pip", what, "--disable-pip-version-check", "--no-input"] for what in ("install", "uninstall", "wheel")
 )
-NVCC_AT_LEAST = (12, 4)
+CUDA_MAJOR = 13  # of torch's build in requirements/cuda.txt: the headers of its cuBLAS need those of an nvcc of the same major release
 GRACE_S = 20.0  # what an interrupted child gets to end by itself: the demo stops a server
 BEGIN = time.monotonic()
 
@@ -145,9 +145,9 @@ def require_compiler() -> None:
 
 
 def require_nvcc() -> str:
-    """Path of nvcc. Raises BuildError saying what to install when there is none, or it is too old."""
+    """Path of nvcc. Raises BuildError saying what to install when there is none, or one of another CUDA than torch's."""
     advice = (
-        "Install NVIDIA's CUDA toolkit, 12.4 or newer (Debian, Ubuntu, from NVIDIA's package source: apt-get install cuda-toolkit-13-0), "
+        f"Install NVIDIA's CUDA toolkit {CUDA_MAJOR} (Debian, Ubuntu, from NVIDIA's package source: apt-get install cuda-toolkit-13-0), "
         "or name another nvcc: CUDACXX=/path/to/nvcc. Then run this again."
     )
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
@@ -161,8 +161,8 @@ def require_nvcc() -> str:
     version = re.search(r"release (\d+)\.(\d+)", said)
     if done.returncode != 0 or not version:
         raise BuildError(f"{found} --version does not say its version.\n{said}\n{advice}")
-    if (int(version[1]), int(version[2])) < NVCC_AT_LEAST:
-        raise BuildError(f"{found} is of CUDA {version[1]}.{version[2]}, and the kernels need 12.4 or newer. {advice}")
+    if int(version[1]) != CUDA_MAJOR:
+        raise BuildError(f"{found} is of CUDA {version[1]}.{version[2]}, torch's build and its cuBLAS of CUDA {CUDA_MAJOR}. {advice}")
     return found
 
 

@@ -17,7 +17,7 @@ def collect() -> dict[str, Any]:
     built = _built()
     gpu, why = _gpu()
     return {
-        "cuda": _verdict(built, gpu, why),
+        "cuda": verdict(built, gpu, why),
         "core_cuda": built,
         "torch_cuda": torch.version.cuda,
         "cublaslt": _loaded_library("libcublasLt.so"),
@@ -49,7 +49,8 @@ def _gpu() -> tuple[Any, str]:
         return None, str(error).strip().split("\n")[0].split(". ")[0].rstrip(".")
 
 
-def _verdict(built: bool, gpu: Any, why: str) -> str:
+def verdict(built: bool, gpu: Any, why: str) -> str:
+    """In words. gpu: name, major and minor of its compute capability; None: `why` there is none."""
     if not built:
         return "not built: python3 build.py setup --cuda"
     if gpu is None:
