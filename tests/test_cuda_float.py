@@ -304,11 +304,11 @@ def test_linear_of_a_row_depends_on_that_row_alone(
 
     def run(first: int, rows: int, tune: bool = False) -> torch.Tensor:
         y = torch.full((rows + 1, n), NAN, dtype=out, device="cuda")
-        problem = (dtype, rows, n, k, sms, x[first:].data_ptr(), weight.data_ptr(), bias.data_ptr(), y.data_ptr())
+        shape, arrays = (dtype, rows, n, k, sms, x[first:].data_ptr()), (bias.data_ptr(), y.data_ptr())
         if tune:
-            assert linear.tune(*problem, 2, stream(), **mode) > 0
+            assert linear.tune(*shape, [weight.data_ptr()], *arrays, 2, stream(), **mode) > 0
         else:
-            linear.run(*problem, stream(), **mode)
+            linear.run(*shape, weight.data_ptr(), *arrays, stream(), **mode)
         torch.cuda.synchronize()
         assert torch.isnan(y[rows]).all() and not torch.isnan(y[:rows]).any()
         return y[:rows]

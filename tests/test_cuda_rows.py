@@ -194,7 +194,8 @@ def test_linear(dtype: str) -> None:
             for tuned in (False, True):
                 y = torch.full((rows, n), NAN, dtype=t, device="cuda")
                 if tuned and rows:
-                    assert linear.tune(*problem, y.data_ptr(), 3, stream()) > 0
+                    tuned_problem = (*problem[:6], [weight.data_ptr()] * 2, problem[7])
+                    assert linear.tune(*tuned_problem, y.data_ptr(), 3, stream()) > 0
                     y.fill_(NAN)
                 linear.run(*problem, y.data_ptr(), stream())
                 torch.cuda.synchronize()

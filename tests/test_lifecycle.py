@@ -173,7 +173,8 @@ def test_a_step_that_breaks_at_a_draft_row_keeps_the_tokens_before_it(monkeypatc
     assert_baseline(wait_until_baseline(loop))
 
 
-def test_a_broken_background_ends_everything_that_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("also", [None, "_stats", "stop"])
+def test_a_broken_background_ends_everything_that_was_asked(monkeypatch: pytest.MonkeyPatch, also: str | None) -> None:
     """The engine is lost: what runs, what is queued and what a queued call trips over all end, and later requests are refused."""
     loop = EngineLoop(EngineConfig(**SMALL))
     entered, release = threading.Event(), threading.Event()
@@ -183,11 +184,13 @@ def test_a_broken_background_ends_everything_that_was_asked(monkeypatch: pytest.
         release.wait(60)
         raise RuntimeError("injected")
 
-    def lost() -> None:
+    def lost(*_: object) -> None:
         raise EngineError("the background pipeline failed: injected")
 
     monkeypatch.setattr(loop._engine, "step", fails)
     monkeypatch.setattr(loop._engine, "drain", lost)
+    if also:
+        monkeypatch.setattr(loop._engine, also, lost)
     running, over = ask(loop, [1, 2, 3], 4)
     assert entered.wait(60)
     loop._inbox.put(lambda: 1 / 0)

@@ -240,14 +240,16 @@ void bind_cuda(py::module_& m) {
       .def(
           "tune",
           [](cuda::Linear& self, const std::string& dtype, int64_t rows, int64_t n, int64_t k,
-             int sms, uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t y, int repeats,
-             uintptr_t stream, bool float_out, int fixed_rows) {
+             int sms, uintptr_t x, const std::vector<uintptr_t>& weights, uintptr_t bias,
+             uintptr_t y, int repeats, uintptr_t stream, bool float_out, int fixed_rows) {
+            std::vector<const void*> pointers;
+            for (uintptr_t w : weights) pointers.push_back(reinterpret_cast<const void*>(w));
             return self.tune({dtype_from(dtype), rows, n, k, bias != 0, sms, float_out, fixed_rows},
-                             reinterpret_cast<void*>(x), reinterpret_cast<void*>(weight),
-                             reinterpret_cast<void*>(bias), reinterpret_cast<void*>(y), repeats,
+                             reinterpret_cast<void*>(x), pointers, reinterpret_cast<void*>(bias),
+                             reinterpret_cast<void*>(y), repeats,
                              reinterpret_cast<cudaStream_t>(stream));
           },
-          "dtype"_a, "rows"_a, "n"_a, "k"_a, "sms"_a, "x"_a, "weight"_a, "bias"_a, "y"_a,
+          "dtype"_a, "rows"_a, "n"_a, "k"_a, "sms"_a, "x"_a, "weights"_a, "bias"_a, "y"_a,
           "repeats"_a, "stream"_a, "float_out"_a = false, "fixed_rows"_a = 0);
 }
 

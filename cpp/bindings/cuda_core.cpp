@@ -16,6 +16,7 @@ void bind_cuda_core(py::module_& m, py::class_<Core>& core) {
       .def_readonly("drafted", &View::drafted)
       .def_readonly("captured", &View::captured)
       .def_readonly("capture", &View::capture)
+      .def_readonly("bucketed", &View::bucketed)
       .def_property_readonly("row_ptr", [=](const View& v) { return address(v.row_list); })
       .def_property_readonly("logits_row_ptr",
                              [=](const View& v) { return address(v.logits_row_list); })
@@ -31,6 +32,7 @@ void bind_cuda_core(py::module_& m, py::class_<Core>& core) {
                           reinterpret_cast<int32_t*>(used));
           },
           "draft_counts"_a, "used"_a)
+      .def("set_gather_ctas", [](Core& c, int ctas) { c.cuda().set_gather_ctas(ctas); })
       .def("begin_capture", &Core::begin_capture)
       .def("end_capture", &Core::end_capture)
       .def("launch", &Core::launch, nogil())

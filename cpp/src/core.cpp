@@ -46,12 +46,16 @@ std::vector<std::pair<RequestId, int>> Core::begin_step() {
 std::shared_ptr<const StepPlan> Core::plan(const std::map<RequestId, int>& drafts) {
   if (step_) throw std::logic_error("plan() before commit() or abort_step() of the last step");
   auto plan = scheduler_->plan(drafts);
-  if (plan) {
-    backend_->begin(plan);
-    last_step_ = plan->step;
-  }
+  if (!plan) return nullptr;
   step_ = std::move(plan);
+  last_step_ = step_->step;
   next_layer_ = 0;
+  try {
+    backend_->begin(step_);
+  } catch (...) {
+    abort_step();
+    throw;
+  }
   return step_;
 }
 
@@ -71,8 +75,8 @@ void Core::commit(const std::map<RequestId, int>& new_tokens) {
 
 void Core::abort_step() {
   if (!step_) return;
+  step_.reset();  // whatever comes of the rest: a core that keeps its step can end no request
   backend_->abort();
-  step_.reset();
 }
 
 bool Core::end(RequestId id) {
@@ -83,7 +87,9 @@ bool Core::end(RequestId id) {
 RequestStats Core::stats(RequestId id, int64_t step) {
   const Request* r = scheduler_->find(id);
   if (!r || !r->seq) return {};
-  return {r->seq->stats, backend_->stats(*r->seq, step > 0 ? step : last_step_)};
+  const auto& [before, last] = r->seq->stats_before;
+  return {step > 0 && step < last ? before : r->seq->stats,
+          backend_->stats(*r->seq, step > 0 ? step : last_step_)};
 }
 
 #ifdef OASIS_CUDA
@@ -98,9 +104,9 @@ void Core::begin_capture() {
   cuda().begin_capture();
 }
 
-void Core::end_capture() {
-  cuda().end_capture();
+bool Core::end_capture() {
   next_layer_ = 0;
+  return cuda().end_capture();
 }
 
 void Core::launch() {

@@ -55,8 +55,8 @@ class Core {
   // Captures the caller's layers in between: forward() of each, on the backend's stream. The step
   // has not run then.
   void begin_capture();
-  void end_capture();
-  void launch();  // runs the captured step, in place of forward()
+  bool end_capture();  // false: it could not be made, forward() each layer after all
+  void launch();       // runs the captured step, in place of forward()
 #endif
   Usage usage();
   int64_t last_step() const { return last_step_; }  // the last that was planned; 0: none

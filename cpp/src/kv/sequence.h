@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <utility>
 #include <vector>
 
 #include "kv/pools.h"
@@ -67,6 +68,8 @@ class SequenceKv {
   int64_t committed = 0;  // tokens whose KV exists and stays
   int64_t settled = 0;    // complete blocks that are summarised and queued for the host
   SequenceStats stats;
+  std::pair<SequenceStats, int64_t>
+      stats_before;  // before its last decode step, and which that was
 
  private:
   Pools& pools_;

@@ -172,18 +172,22 @@ void Scheduler::admit() {
 // resumed later, or were preempted after it drafted, would draft differently from one that is
 // alone.
 std::vector<std::pair<RequestId, int>> Scheduler::begin_step() {
+  if (begun_) {  // its caller was interrupted: what it settled stands
+    std::erase_if(wanted_, [&](const auto& w) { return find(w.first) == nullptr; });
+    return wanted_;
+  }
   resume_one();
   turn_sparse();
   begun_ = true;
-  std::vector<std::pair<RequestId, int>> wanted;
+  wanted_.clear();
   for (const auto& r :
        requests_) {  // oldest first: making room for one never takes from an older one
     if (r->state != RequestState::kDecode || r->exhausted()) continue;
     const int rows = draft_rows(*r);
     r->grows = r->seq->grows();
-    if (make_room(*r, decode_pages(*r, 1 + rows)) && rows > 0) wanted.emplace_back(r->id, rows);
+    if (make_room(*r, decode_pages(*r, 1 + rows)) && rows > 0) wanted_.emplace_back(r->id, rows);
   }
-  return wanted;
+  return wanted_;
 }
 
 std::shared_ptr<StepPlan> Scheduler::plan(const std::map<RequestId, int>& drafts) {
@@ -268,6 +272,7 @@ void Scheduler::commit(const StepPlan& plan, const std::map<RequestId, int>& new
       if (g.logits_rows > 0) r.state = RequestState::kDecode;
       continue;
     }
+    r.seq->stats_before = {r.seq->stats, plan.step};
     SequenceStats& s = r.seq->stats;
     if (g.kind == RowKind::kDense) {
       ++s.dense_steps;

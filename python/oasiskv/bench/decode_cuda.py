@@ -9,13 +9,15 @@ measured in the same run.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
+import logging
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -48,7 +50,21 @@ class Arm:
 
     def __init__(self, name: str, engine: Engine) -> None:
         self.name, self.engine = name, engine
-        self._launch_ms: list[float] = []
+        self._turns: list[float] = []  # seconds from a step's tokens to the end of the next launch
+        self._arrived: float | None = None
+        runner = engine._runner
+        runner.results, runner.launch = self._after(runner.results, arrives=True), self._after(runner.launch, arrives=False)
+
+    def _after(self, call: Callable[..., Any], arrives: bool) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            result = call(*args)
+            now = time.perf_counter()
+            if not arrives and self._arrived is not None:
+                self._turns.append(now - self._arrived)
+            self._arrived = now if arrives else None
+            return result
+
+        return timed
 
     def fill(self, requests: int, context: int, output: int) -> dict[str, float]:
         """Submit and run until all that fit decode; how many, and how long it took."""
@@ -76,14 +92,15 @@ class Arm:
         engine = self.engine
         for _ in range(8):  # sparse by now, sizes captured
             engine.step()
-        before, begin, cpu = self._admitted(), time.perf_counter(), time.thread_time()
+        before, begin = self._admitted(), time.perf_counter()
+        self._turns.clear()
         times, last = [], begin
         for _ in range(steps):
             engine.step()
             now = time.perf_counter()
             times.append(now - last)
             last = now
-        total, cpu = last - begin, time.thread_time() - cpu
+        total = last - begin
         after = self._admitted()
         times.sort()
         return {
@@ -91,8 +108,40 @@ class Arm:
             "tpot_mean_ms": total / steps * 1e3,
             "tpot_p99_ms": times[min(len(times) - 1, int(0.99 * len(times)))] * 1e3,
             "link_mb_step": (after - before) / steps / 1e6,
-            "host_ms_step": cpu / steps * 1e3,
+            "turn_ms": statistics.median(self._turns) * 1e3,
+            "turn_p99_ms": sorted(self._turns)[int(0.99 * (len(self._turns) - 1))] * 1e3,
         }
+
+    def profile(self, steps: int, trace: str | None) -> list[dict[str, object]]:
+        """By name: calls a step, and microseconds a step and a call, of the kernels on the GPU and of CUDA's calls on the host."""
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as prof:
+            for _ in range(steps):
+                self.engine.step()
+            torch.cuda.synchronize()
+        if trace:
+            prof.export_chrome_trace(trace)
+        found: dict[tuple[str, str], list[float]] = {}
+        for event in prof.events():
+            on_gpu = event.device_type == torch.autograd.DeviceType.CUDA
+            if not on_gpu and not event.name.startswith("cuda"):
+                continue
+            name = event.name.replace("void ", "").replace("oasis::cuda::", "").replace("(anonymous namespace)::", "").split("(")[0]
+            took = event.device_time if on_gpu else event.cpu_time
+            found.setdefault(("gpu" if on_gpu else "host", name[:80]), []).append(took)
+        rows = [
+            {
+                "mode": self.name,
+                "where": where,
+                "name": name,
+                "calls": len(t) / steps,
+                "us_step": sum(t) / steps,
+                "us_call": sum(t) / len(t),
+            }
+            for (where, name), t in found.items()
+        ]
+        return sorted(rows, key=lambda r: (r["where"], -float(r["us_step"])))
 
     def _admitted(self) -> int:
         return sum(self.engine._core.stats(i)["bytes_fetched"] for i in self.engine._sequences)
@@ -121,12 +170,10 @@ def _config(args: argparse.Namespace, mode: str) -> EngineConfig:
         draft_len=drafts,
         max_batch_size=batch,
         max_num_tokens=max(args.max_num_tokens, batch * (1 + drafts)),
-        max_seq_len=args.context + args.output + 4 * batch + 64,
+        max_seq_len=args.context + _outputs(args, batch) + 32,
         device_kv_gib=args.hbm_kv_gib,
         host_kv_gib=0 if dense else args.host_kv_gib,
         host_memory_gib=args.host_memory_gib,
-        gather_ctas=args.gather_ctas,
-        foreground_sms=0 if dense else args.foreground_sms,
         cuda_graphs=not args.no_graphs,
     )
 
@@ -169,43 +216,68 @@ def run(args: argparse.Namespace) -> list[dict[str, object]]:
     rows = []
     for concurrency in args.concurrency:
         for mode, arm in arms.items():
-            filled = arm.fill(concurrency, args.context, args.output + 4 * concurrency + 24)
-            result = arm.measure(args.output)
+            filled = arm.fill(concurrency, args.context, _outputs(args, concurrency))
+            for gather_ctas, foreground_sms in [(0, 0)] if mode == "dense" else args.sms:
+                if mode != "dense":
+                    arm.engine._runner.share_sms(gather_ctas, foreground_sms)
+                row = _measured(arm, args, rates, concurrency, filled) | {"gather_ctas": gather_ctas, "foreground_sms": foreground_sms}
+                rows.append({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()})
+                _report(rows[-1])
+                if args.json:
+                    with Path(args.json).open("a") as out:
+                        out.write(json.dumps(rows[-1]) + "\n")
             arm.empty()
-            gc.collect()
-            running = int(filled["running"])
-            floors = _floors(arm, running, args.context, result["link_mb_step"], rates)
-            row = {
-                "mode": mode,
-                "model": args.model,
-                "context": args.context,
-                "concurrency": concurrency,
-                "running": running,
-                "tok_s": running / result["tpot_mean_ms"] * 1e3,
-                **result,
-                "prefill": args.prefill,
-                "prefill_s": filled["prefill_s"],
-                **floors,
-                **rates,
-                "link_share": floors["link_floor_ms"] / result["tpot_mean_ms"],
-                "fetch_ratio": args.fetch_ratio,
-                "drafter": args.drafter,
-                "gather_ctas": args.gather_ctas,
-                "foreground_sms": arm.engine.config.foreground_sms,
-                "hbm_kv_gib": args.hbm_kv_gib,
-                "host_kv_gib": arm.engine.config.host_kv_gib,
-            }
-            rows.append({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()})
-            _say(
-                f"{mode:6} {args.context} x {running:3} of {concurrency:3}: {row['tok_s']:7.0f} tok/s, TPOT {row['tpot_ms']:6.2f} ms "
-                f"(mean {row['tpot_mean_ms']:.2f}, p99 {row['tpot_p99_ms']:.2f}), floors: HBM {row['hbm_floor_ms']:.2f}, "
-                f"link {row['link_mb_step']:.0f} MB = {row['link_floor_ms']:.2f} ms; host {row['host_ms_step']:.2f} ms, "
-                f"prefill {row['prefill_s']:.1f} s"
-            )
-            if args.json:
-                with Path(args.json).open("a") as out:
-                    out.write(json.dumps(rows[-1]) + "\n")
     return rows
+
+
+def _outputs(args: argparse.Namespace, concurrency: int) -> int:
+    """Tokens of a request: it runs on while others are filled in, and through every measurement."""
+    return (args.output + 12) * len(args.sms) + 3 * concurrency + 32
+
+
+def _measured(arm: Arm, args: argparse.Namespace, rates: dict[str, float], concurrency: int, filled: dict[str, float]) -> dict[str, Any]:
+    result, running = arm.measure(args.output), int(filled["running"])
+    if args.profile:
+        with Path(args.profile).open("a") as out:
+            for entry in arm.profile(4, args.trace and f"{args.trace}.{arm.name}.{concurrency}.json.gz"):
+                rounded = {k: round(v, 2) if isinstance(v, float) else v for k, v in entry.items()}
+                out.write(json.dumps({"concurrency": concurrency, "context": args.context, **rounded}) + "\n")
+    floors = _floors(arm, running, args.context, result["link_mb_step"], rates)
+    return {
+        "mode": arm.name,
+        "model": args.model,
+        "context": args.context,
+        "concurrency": concurrency,
+        "running": running,
+        "tok_s": running / result["tpot_mean_ms"] * 1e3,
+        **result,
+        "prefill": args.prefill,
+        "prefill_s": filled["prefill_s"],
+        **floors,
+        **rates,
+        "link_share": floors["link_floor_ms"] / result["tpot_mean_ms"],
+        "fetch_ratio": args.fetch_ratio,
+        "drafter": args.drafter,
+        "hbm_kv_gib": args.hbm_kv_gib,
+        "host_kv_gib": arm.engine.config.host_kv_gib,
+    }
+
+
+def _report(row: dict[str, Any]) -> None:
+    _say(
+        f"{row['mode']:6} {row['context']} x {row['running']:3} of {row['concurrency']:3} ({row['gather_ctas']}:{row['foreground_sms']}): "
+        f"{row['tok_s']:7.0f} tok/s, TPOT {row['tpot_ms']:6.2f} ms (mean {row['tpot_mean_ms']:.2f}, p99 {row['tpot_p99_ms']:.2f}), "
+        f"floors: HBM {row['hbm_floor_ms']:.2f}, link {row['link_mb_step']:.0f} MB = {row['link_floor_ms']:.2f} ms; "
+        f"turn {row['turn_ms']:.2f} ms, prefill {row['prefill_s']:.1f} s"
+    )
+
+
+def _sms(text: str) -> tuple[int, int]:
+    try:
+        gather, foreground = text.split(":")
+        return int(gather), int(foreground)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: give <gather CTAs>:<SMs of products>, such as 4:128") from None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -226,15 +298,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--drafter", default="ngram")
     parser.add_argument("--draft-len", type=int, default=1)
     parser.add_argument("--max-num-tokens", type=int, default=8192, help="rows a step")
-    parser.add_argument("--gather-ctas", type=int, default=4)
-    parser.add_argument("--foreground-sms", type=int, default=0, help="that oasis' products use; 0: all")
+    parser.add_argument(
+        "--sms",
+        type=_sms,
+        nargs="+",
+        default=[(4, 0)],
+        help="gather CTAs : SMs of products (0: all), for oasis; each is measured; 0:0 fetches nothing",
+    )
     parser.add_argument("--no-graphs", action="store_true")
+    parser.add_argument("--profile", help="file that the kernels and CUDA calls of a step are added to, a JSON object a line")
+    parser.add_argument("--trace", help="with --profile: begin of the names of traces for chrome://tracing")
     parser.add_argument("--json", help="file that a JSON object a line is added to")
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="oasiskv bench decode --backend cuda", description=__doc__)
     add_arguments(parser)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     run(parser.parse_args(argv))
     return 0
 

@@ -16,6 +16,7 @@ from oasiskv.errors import ConfigError
 from oasiskv.models.cuda_decoder import CudaDecoder
 
 _cuda = getattr(_core, "cuda", None)
+_MOST_VOCAB = 1 << 19
 
 
 def require_cuda() -> None:
@@ -31,6 +32,15 @@ def max_logits_rows(core_config: _core.CoreConfig) -> int:
 
 
 def make_decoder(config: EngineConfig, model: LoadedModel, core_config: _core.CoreConfig) -> CudaDecoder:
+    """Raises ConfigError for a model whose shapes the kernels do not serve."""
+    m = model.config
+    if m.vocab_size > _MOST_VOCAB:
+        raise ConfigError(
+            f"backend = 'cuda': the model's vocabulary of {m.vocab_size} is larger than the {_MOST_VOCAB} that sampling serves"
+        )
+    for name in ("hidden_size", "intermediate_size"):
+        if getattr(m, name) % 8:
+            raise ConfigError(f"backend = 'cuda': the model's {name} = {getattr(m, name)} must be a multiple of 8")
     sizes = (core_config.max_num_tokens, max_logits_rows(core_config))
     return CudaDecoder(model.config, model.weights, config.dtype, *sizes, batch_invariant=config.batch_invariant)
 
@@ -48,11 +58,18 @@ class CudaRunner(Runner):
         self.pipelined = not config.accept_drafts and (config.drafter in ("ngram", "previous") or self._drafts == 0)
         self._sms = config.foreground_sms
         self._vocab = model.config.vocab_size
-        self._stream = torch.cuda.ExternalStream(self.core.stream)
+        self._stream = torch.cuda.ExternalStream(self.core.stream, device=torch.cuda.current_device())
         with torch.cuda.stream(self._stream):
             self._table = TokenTable(batch, core_config.max_seq_len, max_logits)
             self._used = torch.zeros(2, batch, dtype=torch.int32, pin_memory=True)  # drafts, by parity of the step
+        self._tuned: set[tuple[int, int]] = set()
         self._on_device: dict[int, int] = {}  # tokens of each request that the table has
+
+    def share_sms(self, gather_ctas: int, foreground_sms: int) -> None:
+        """SMs that fetch over the link (0: nothing is fetched, for ablations), and that matrix products use (0: all). Between steps."""
+        self.core.set_gather_ctas(gather_ctas)
+        self._sms = foreground_sms
+        self._tuned.clear()
 
     def logits(self, groups: Groups, drafts: Drafts, sequences: Mapping[int, Sequence]) -> torch.Tensor:
         view = self.core.view(0)
@@ -71,19 +88,22 @@ class CudaRunner(Runner):
         step = self.core.last_step
         with torch.cuda.stream(self._stream):
             self._send_tokens(groups, sequences)
-        if view.captured:
-            self.core.launch()
-        elif view.capture:
-            self.core.begin_capture()
-            self._enqueue(view, step, random)
-            self.core.end_capture()
+        if view.bucketed and (view.rows, view.logits_rows) not in self._tuned:
+            self._tuned.add((view.rows, view.logits_rows))
+            self._model.tune(view.rows, view.logits_rows, self.core.stream, self._sms)
+        if view.captured or (view.capture and self._capture(view, step, random)):
             self.core.launch()
         else:
             self._enqueue(view, step, random)
-        self.core.mark_foreground()
+            self.core.mark_foreground()
         for g in groups:
             if g.logits_rows:
                 self._on_device[g.id] = g.start + g.rows - g.drafts + 1
+
+    def _capture(self, view: _core.StepView, step: int, random: bool) -> bool:
+        self.core.begin_capture()
+        self._enqueue(view, step, random)
+        return self.core.end_capture()
 
     def _enqueue(self, view: _core.StepView, step: int, random: bool) -> None:
         table, stream = self._table, self.core.stream

@@ -6,6 +6,7 @@ stopped is then in one step more, whose token of it is dropped.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import time
@@ -33,6 +34,10 @@ _NOT_FINITE = "the model returned logits that are not finite"
 _log = logging.getLogger(__name__)
 
 
+def _log_pinned(done: int, total: int) -> None:
+    _log.info("host KV pool: %.0f of %.0f GiB pinned", done / _GIB, total / _GIB)
+
+
 def core_config(config: EngineConfig, model: ModelConfig) -> _core.CoreConfig:
     """Sizes of the pools and rules of selection for this model. Raises ConfigError."""
     c = _core.CoreConfig()
@@ -54,6 +59,7 @@ def core_config(config: EngineConfig, model: ModelConfig) -> _core.CoreConfig:
         device_bytes -= c.summary_bytes
         c.graphs, c.gather_ctas = config.cuda_graphs, config.gather_ctas
         c.host_assume_bytes = int((config.host_memory_gib or 0) * _GIB)
+        c.host_progress = _log_pinned
     c.device_pages = max(0, device_bytes // (c.page_bytes * c.num_layers))
     limit = model.max_position_embeddings
     if config.max_seq_len is not None and config.max_seq_len > limit:
@@ -136,7 +142,11 @@ class Engine:
 
     def _end(self, sequence: Sequence, step: int = 0) -> dict[str, Any]:
         """`step`: the last that it had a part in; 0: the last of all."""
-        stats = self._stats(sequence, step)
+        try:
+            stats = self._stats(sequence, step)
+        except Exception:  # of a device that is lost: the request ends all the same
+            _log.exception("request %d: its statistics are lost", sequence.id)
+            stats = {}
         self._core.end(sequence.id)
         self._runner.forget(sequence.id)
         self._drafter.forget(sequence.id)
@@ -286,6 +296,11 @@ class Engine:
     def take_trace(self) -> list[dict[str, Any]]:
         """Decisions since the last call, with `trace=True`; see docs/design.md, section 5."""
         return self._core.take_trace()
+
+    def close(self) -> None:
+        """Wait for what is under way: weights and buffers that it reads may go then."""
+        with contextlib.suppress(Exception):  # a device that is lost runs nothing any more
+            self._core.drain()
 
     def drain(self) -> None:
         """Wait for the background. Raises EngineError when a worker failed: this engine is then unusable."""

@@ -160,7 +160,11 @@ class EngineLoop:
 
     def _end_all(self, reason: str, error: str | None) -> None:
         for request_id in list(self._listeners):
-            output = self._engine.stop(request_id, reason, error)
+            try:
+                output = self._engine.stop(request_id, reason, error)
+            except Exception:  # its client must learn of the end whatever state the engine is in
+                _log.exception("request %d could not be ended in order", request_id)
+                output = None
             self._deliver(output or RequestOutput(request_id, finished=True, finish_reason=reason, error=error))
 
     def _shut(self) -> None:
@@ -168,3 +172,4 @@ class EngineLoop:
             self._broken = "the engine is closed"
         self._end_all("cancelled", None)
         self._refuse_queued("the engine is closed")
+        self._engine.close()

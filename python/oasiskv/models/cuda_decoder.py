@@ -91,6 +91,25 @@ class CudaDecoder:
         """Addresses of the layer's q and k norm weights [head_size] in dtype, for the append kernel; 0 where there is none."""
         return _ptr(self._layers[layer].q_norm), _ptr(self._layers[layer].k_norm)
 
+    def tune(self, rows: int, logits_rows: int, stream: int, sms: int = 0) -> None:
+        """Time the products' algorithms for these sizes and keep the fastest; some 50 ms, and waits for the stream. Changes results
+        by rounding alone; does nothing where products are batch-invariant.
+        """
+        if self._fixed_rows:
+            return
+        layers = self._layers
+        products = [
+            (self._normed, [x.qkv for x in layers], layers[0].qkv_bias, self._qkv, rows),
+            (self._attended, [x.dense for x in layers], None, self._out, rows),
+            (self._normed, [x.gate_up for x in layers], None, self._gate_up, rows),
+            (self._activated, [x.down for x in layers], None, self._out, rows),
+            (self._last, [self._head], None, self._logits, logits_rows),
+        ]
+        for x, weights, bias, y, count in products:
+            n, k = weights[0].shape
+            pointers = (x.data_ptr(), [w.data_ptr() for w in weights], _ptr(bias), y.data_ptr())
+            self._linear.tune(self.dtype, count, n, k, sms, *pointers, 1, stream, float_out=y.dtype != self._type)
+
     def forward(
         self,
         rows: int,

@@ -11,10 +11,15 @@ namespace {
 
 constexpr int kMoveCtas = 8, kWriteCtas = 4;
 
-int multiprocessors() {
-  int device, count;
+int current_device() {
+  int device;
   check(cudaGetDevice(&device), "no CUDA device");
-  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "device");
+  return device;
+}
+
+int multiprocessors() {
+  int count;
+  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, current_device()), "device");
   return count;
 }
 
@@ -38,6 +43,7 @@ CudaBackend::CudaBackend(const CoreConfig& config, const float* cos, const float
       element_bytes_(element_bytes(dtype_)),
       head_bytes_(static_cast<int>(config.block_head_elements()) * element_bytes_),
       sms_(multiprocessors()),
+      device_(current_device()),
       pool_layer_bytes_(config.device_pages * config.page_elements() * element_bytes_),
       summary_layer_bytes_(config.summary_pages_needed() * config.summary_page_elements() *
                            element_bytes_),
@@ -60,8 +66,8 @@ CudaBackend::CudaBackend(const CoreConfig& config, const float* cos, const float
     host_ = std::make_unique<HostMemory>(options);
   }
   q_ = DeviceMemory(config_.max_num_tokens * hq * config_.head_dim * element_bytes_, "queries");
-  cut_.attention_ctas = sms_ * attention_ctas_per_sm();
-  cut_.score_ctas = sms_ * score_ctas_per_sm();
+  check_limits();
+  set_gather_ctas(config_.gather_ctas);
   cut_.lane_tiles =
       static_cast<int>(div_up((1 + config_.max_draft_len) * config_.group(), kLaneTile));
   if (dtype_ != DType::kFloat32) {
@@ -70,6 +76,14 @@ CudaBackend::CudaBackend(const CoreConfig& config, const float* cos, const float
     arrivals_ = zeroed(4 * units, "attention");
   }
   num_copies_ = zeroed(4 * layers, "copies");
+  move_pages_ =
+      DeviceMemory(4 * std::max<int64_t>(tables_.max_blocks, config_.top_k_blocks), "page list");
+  if (background()) {  // of a whole request, when it is preempted or resumes
+    const int64_t most = std::max<int64_t>(tables_.max_blocks, config_.top_k_blocks);
+    moves_ = DeviceMemory(most * layers * config_.num_kv_heads * static_cast<int64_t>(sizeof(Copy)),
+                          "copies");
+    num_moves_ = DeviceMemory(4, "copies");
+  }
   std::memset(stats_.data(), 0, 2 * 8 * Tables::kStats * batch);
   if (config_.sparse_enabled) {
     const int64_t row_bytes = hq * config_.head_dim * element_bytes_;
@@ -88,6 +102,34 @@ CudaBackend::CudaBackend(const CoreConfig& config, const float* cos, const float
   }
 }
 
+// What the kernels cannot serve is refused before anything runs.
+void CudaBackend::check_limits() {
+  if (config_.max_num_tokens > 65535)
+    refuse("max_num_tokens", config_.max_num_tokens, "at most 65535 on CUDA");
+  if (!config_.sparse_enabled) return;
+  const int lanes = std::max(1, config_.max_draft_len) * config_.group();
+  max_select_blocks_ = select_max_blocks(config_.top_k_blocks, lanes);
+  const std::string most = "at most " + std::to_string(max_select_blocks_ * kBlockTokens) +
+                           " on CUDA with this top_k_blocks and draft_len";
+  if (tables_.max_blocks > max_select_blocks_)
+    refuse("max_seq_len", config_.max_seq_len, most.c_str());
+  if (std::min<int64_t>(config_.top_k_blocks, tables_.max_blocks) > kMostSlots)
+    refuse("top_k_blocks", config_.top_k_blocks, "at most 12288 on CUDA");
+}
+
+// The thread that drives a core need not be the one that made it.
+void CudaBackend::use_device() { check(cudaSetDevice(device_), "device"); }
+
+// Where the gather's CTAs are, others have no room: theirs would run after all the rest.
+void CudaBackend::set_gather_ctas(int ctas) {
+  if (ctas < 0 || ctas > sms_ / 2) refuse("gather_ctas", ctas, "from 0 to half of the GPU's SMs");
+  drain();
+  graphs_.clear();
+  gather_ctas_ = config_.sparse_enabled ? ctas : 0;
+  cut_.attention_ctas = (sms_ - gather_ctas_) * attention_ctas_per_sm();
+  cut_.score_ctas = (sms_ - gather_ctas_) * score_ctas_per_sm();
+}
+
 CudaBackend::~CudaBackend() { cudaDeviceSynchronize(); }
 
 // The foreground goes on after all that is under way.
@@ -100,6 +142,7 @@ void CudaBackend::join() {
 
 void CudaBackend::admit(const SequenceKv& seq) {
   static_assert(sizeof(HostBlock) == 4 && sizeof(SummaryPage) == 4);
+  use_device();
   join();
   ring_.upload(tables_.host_units(seq.row()), seq.host_units().data(), 4 * seq.host_units().size());
   ring_.upload(tables_.summary_pages(seq.row()), seq.summary_pages().data(),
@@ -110,9 +153,9 @@ void CudaBackend::admit(const SequenceKv& seq) {
 }
 
 void CudaBackend::sparsify(const SequenceKv& seq, int64_t complete, int64_t step) {
+  use_device();
   join();
   const int64_t slots = seq.first_slots(complete), map = tables_.map_of(seq.row());
-  if (!move_pages_.data()) move_pages_ = DeviceMemory(4 * tables_.max_blocks, "page list");
   ring_.upload(move_pages_.data(), seq.pages().data(), 4 * complete);
   ring_.upload(tables_.slot_pages(seq.row()), seq.pages().data(), 4 * slots);
   cuda::sparsify({.heads = heads(),
@@ -136,13 +179,7 @@ void CudaBackend::sparsify(const SequenceKv& seq, int64_t complete, int64_t step
 void CudaBackend::move_blocks(const SequenceKv& seq, bool to_device, int count,
                               const int32_t* pages, const int32_t* blocks, int64_t first_block) {
   if (count == 0) return;
-  const int64_t most = std::max<int64_t>(tables_.max_blocks, config_.top_k_blocks),
-                heads_in_all = int64_t{config_.num_layers} * config_.num_kv_heads;
-  if (!moves_.data()) {
-    moves_ = DeviceMemory(most * heads_in_all * static_cast<int64_t>(sizeof(Copy)), "copies");
-    num_moves_ = DeviceMemory(4, "copies");
-  }
-  if (!move_pages_.data()) move_pages_ = DeviceMemory(4 * most, "page list");
+  const int64_t heads_in_all = int64_t{config_.num_layers} * config_.num_kv_heads;
   const auto total = static_cast<int32_t>(count * heads_in_all);
   ring_.upload(move_pages_.data(), pages, 4 * count);
   ring_.upload(num_moves_.data(), &total, 4);
@@ -173,11 +210,13 @@ void CudaBackend::move_open_blocks(const SequenceKv& seq, bool to_device) {
 }
 
 void CudaBackend::save(const SequenceKv& seq) {
+  use_device();
   join();
   move_open_blocks(seq, false);
 }
 
 void CudaBackend::restore(const SequenceKv& seq) {
+  use_device();
   join();
   move_open_blocks(seq, true);
   const auto* pages = reinterpret_cast<const int32_t*>(seq.pages().data());
@@ -200,10 +239,11 @@ LookaheadStats CudaBackend::stats(const SequenceKv& seq, int64_t step) {
 }
 
 void CudaBackend::drain() {
+  use_device();
   foreground_.synchronize();
   predict_.synchronize();
   transfer_.synchronize();
-  for (const Stream& s : graph_background_) s.synchronize();
+  for (const Stream& s : graph_streams_) s.synchronize();
 }
 
 // These two are not in the header: the runtime is linked into this library alone, and whoever
@@ -249,6 +289,7 @@ void CudaBackend::trace_step() {
 // ------------------------------------------------------------ a step
 
 void CudaBackend::begin(std::shared_ptr<const StepPlan> plan) {
+  use_device();
   plan_ = std::move(plan);
   parity_ = parity_of(plan_->step);
   next_layer_ = 0;
@@ -290,7 +331,8 @@ void CudaBackend::plan_sizes() {
     const StepSize size{
         std::min<int>(row_bucket(sizes_.rows), config_.max_num_tokens),
         std::min<int>(row_bucket(sizes_.logits_rows), static_cast<int>(arrays_.max_logits_rows())),
-        config_.sparse_enabled ? block_bucket(sizes_.score_blocks) : 0};
+        config_.sparse_enabled ? std::min(block_bucket(sizes_.score_blocks), max_select_blocks_)
+                               : 0};
     size_ = size;
     const int requests = std::min(size.rows, config_.max_batch_size);
     sizes_ = {.rows = size.rows,
@@ -312,12 +354,13 @@ CudaBackend::StepView CudaBackend::view(int variant) {
     size_->variant = variant;
     graph_ = &graphs_[*size_];
   }
-  const bool warmed = graph_ && graph_->warmed, captured = warmed && graph_->foreground[parity_];
+  const bool warmed = graph_ && graph_->warmed, captured = warmed && graph_->step[parity_];
   return {sizes_.rows,
           sizes_.logits_rows,
           sizes_.drafted,
           captured,
-          warmed && !captured,
+          warmed && !captured && !graph_->refused,
+          size_.has_value(),
           arrays_.rows(parity_),
           arrays_.logits_rows(parity_),
           arrays_.drafted_requests(parity_)};
@@ -338,16 +381,20 @@ void CudaBackend::forward(int layer, const void* qkv, void* out) {
   if (background()) events(layer, plan_->step - 1).transferred.hold(foreground_, capturing_);
   settle(layer);
   append(layer, qkv);
-  if (background()) events(layer, plan_->step).staged.record(foreground_, capturing_);
-  if (background() && !capturing_) predict(layer);
-  attend(layer, out);
-  if (background()) events(layer, plan_->step).attended.record(foreground_, capturing_);
-  if (background() && !capturing_) transfer(layer);
-  if (++next_layer_ == config_.num_layers && !capturing_) {
-    if (background()) count_selections();
-    if (graph_) graph_->warmed = true;
-    end_layers();
+  if (background()) {
+    events(layer, plan_->step).staged.record(foreground_);
+    predict(layer);
   }
+  attend(layer, out);
+  if (background()) {
+    events(layer, plan_->step).attended.record(foreground_);
+    transfer(layer);
+  }
+  if (++next_layer_ < config_.num_layers) return;
+  if (background()) count_selections();
+  if (capturing_) return;
+  if (graph_) graph_->warmed = true;
+  end_layers();
 }
 
 void CudaBackend::end_layers() {
@@ -363,28 +410,26 @@ void CudaBackend::begin_capture() {
   capturing_ = true;
 }
 
-void CudaBackend::end_capture() {
-  graph_->foreground[parity_].end_capture(foreground_);
-  if (background()) capture_background();
+bool CudaBackend::end_capture() {
+  foreground_done_[parity_].record(foreground_, true);
+  if (background()) {
+    counted_in_.record(predict_);
+    counted_in_.hold(foreground_);
+    moved_.record(transfer_);
+    moved_.hold(foreground_);
+  }
   capturing_ = false;
   next_layer_ = 0;
-}
-
-void CudaBackend::capture_background() {
-  Graph::begin_capture(predict_);
-  for (int l = 0; l < config_.num_layers; ++l) {
-    predict(l);
-    transfer(l);
-  }
-  count_selections();
-  events(config_.num_layers - 1, plan_->step).joined.record(transfer_);
-  events(config_.num_layers - 1, plan_->step).joined.hold(predict_);
-  graph_->background[parity_].end_capture(predict_);
+  graph_->refused = !graph_->step[parity_].end_capture(foreground_);
+  return !graph_->refused;
 }
 
 void CudaBackend::launch() {
-  graph_->foreground[parity_].launch(foreground_);
-  if (background()) graph_->background[parity_].launch(graph_background_[parity_]);
+  const Stream& stream = graph_streams_[parity_];
+  ready_.record(foreground_);
+  ready_.hold(stream);
+  graph_->step[parity_].launch(stream);
+  foreground_done_[parity_].hold(foreground_);
   next_layer_ = config_.num_layers;
   end_layers();
 }
@@ -465,7 +510,8 @@ void CudaBackend::attend(int layer, void* out) {
 
 void CudaBackend::predict(int layer) {
   const LayerEvents& now = events(layer, plan_->step);
-  now.staged.hold(predict_, capturing_);
+  now.staged.hold(predict_);
+  if (layer == 0) counted_[parity_ ^ 1].hold(predict_, capturing_);
   if (config_.sparse_enabled && sizes_.predictors > 0) {
     const int lanes = sizes_.staged_rows * config_.group();
     score({.dtype = dtype_,
@@ -511,31 +557,36 @@ void CudaBackend::predict(int layer) {
             .stats = tables_.stats()},
            predict_);
   }
-  now.selected.record(predict_);
+  write_through(layer);
+  now.predicted.record(predict_);
+}
+
+void CudaBackend::write_through(int layer) {
+  if (sizes_.settled > 0)
+    cuda::write_through({.dtype = dtype_,
+                         .heads = heads(),
+                         .blocks = arrays_.settled(parity_),
+                         .num_blocks = arrays_.num_settled(parity_),
+                         .pool = pool(layer),
+                         .slot_pages = tables_.slot_pages(),
+                         .fill_slots = fill_slots(layer),
+                         .slot_stride = config_.top_k_blocks,
+                         .host_units = tables_.host_units(),
+                         .host_stride = tables_.host_stride(),
+                         .host_step = config_.num_layers,
+                         .host_offset = layer,
+                         .host_base = host_->data()},
+                        kWriteCtas, predict_);
 }
 
 void CudaBackend::transfer(int layer) {
   const LayerEvents& now = events(layer, plan_->step);
-  now.selected.hold(transfer_);
-  if (sizes_.settled > 0)
-    write_through({.dtype = dtype_,
-                   .heads = heads(),
-                   .blocks = arrays_.settled(parity_),
-                   .num_blocks = arrays_.num_settled(parity_),
-                   .pool = pool(layer),
-                   .slot_pages = tables_.slot_pages(),
-                   .fill_slots = fill_slots(layer),
-                   .slot_stride = config_.top_k_blocks,
-                   .host_units = tables_.host_units(),
-                   .host_stride = tables_.host_stride(),
-                   .host_step = config_.num_layers,
-                   .host_offset = layer,
-                   .host_base = host_->data()},
-                  kWriteCtas, transfer_);
-  now.attended.hold(transfer_, capturing_);
-  if (config_.sparse_enabled && sizes_.predictors > 0 && config_.gather_ctas > 0)
-    gather(copies(layer), num_copies_.as<int32_t>() + layer, head_bytes_, config_.gather_ctas,
-           transfer_);
+  now.predicted.hold(transfer_);
+  if (layer == 0)  // in the order of the steps: what the next one waits for comes first
+    events(config_.num_layers - 1, plan_->step - 1).transferred.hold(transfer_, capturing_);
+  now.attended.hold(transfer_);
+  if (config_.sparse_enabled && sizes_.predictors > 0 && gather_ctas_ > 0)
+    gather(copies(layer), num_copies_.as<int32_t>() + layer, head_bytes_, gather_ctas_, transfer_);
   now.transferred.record(transfer_, capturing_);
 }
 
@@ -548,16 +599,17 @@ void CudaBackend::count_selections() {
   counted_[parity_].record(predict_, capturing_);
 }
 
-// Layers that never ran are over once those of the step before are.
+// Waits for all that is under way, so that what comes next finds no half of a step.
 void CudaBackend::abort() {
   if (!plan_) return;
-  for (; background() && next_layer_ < config_.num_layers; ++next_layer_) {
-    events(next_layer_, plan_->step - 1).transferred.hold(transfer_);
-    events(next_layer_, plan_->step).transferred.record(transfer_);
+  const auto plan = std::move(plan_);
+  plan_ = nullptr;
+  if (capturing_) {
+    capturing_ = false;
+    Graph::cancel_capture(foreground_);
   }
-  if (background()) count_selections();
-  last_step_ = plan_->step;
-  plan_.reset();
+  last_step_ = plan->step;
+  drain();
 }
 
 }  // namespace oasis::cuda

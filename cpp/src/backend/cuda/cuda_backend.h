@@ -1,7 +1,8 @@
 // The CUDA backend. Every call enqueues; the order of streams and events keeps them apart:
 // - foreground: what the caller's layers run on too; sparsify, save, restore and uploads.
-// - predict: score and select of each layer, after staged(layer).
-// - transfer: write-through and gather of each layer, after its selection and attended(layer).
+// - predict: score, select and write-through of each layer, after staged(layer).
+// - transfer: gather of each layer, after those and attended(layer), in the order of the steps.
+// The gather needs few SMs and must not wait for them; scoring takes what the foreground leaves.
 // A step runs eagerly, or as two graphs: the foreground's captured between begin_capture and
 // end_capture, the background's by this class. Events are those of the eager step, as external
 // nodes.
@@ -47,12 +48,15 @@ class CudaBackend final : public Backend {
   std::vector<TraceRecord> take_trace() override { return std::exchange(trace_, {}); }
   void drain() override;
 
+  // SMs that fetch over the link; 0: nothing is fetched, for ablations. Steps are captured anew.
+  void set_gather_ctas(int ctas);
   cudaStream_t foreground() const { return foreground_; }
   // What the caller's part of a step reads, for the step at hand; addresses on the device.
   struct StepView {
     int rows, logits_rows, drafted;  // to launch for: padding included
     bool captured;                   // launch() it; else enqueue it on foreground()
     bool capture;                    // between begin_capture() and end_capture(), then launch() it
+    bool bucketed;                   // of one of few sizes
     const Row* row_list;
     const LogitsRow* logits_row_list;
     const int32_t* drafted_requests;  // table rows, -1: padding
@@ -63,15 +67,16 @@ class CudaBackend final : public Backend {
   // with drafts.
   void trim(const int32_t* draft_counts, int32_t* used);
   void begin_capture();
-  void end_capture();
+  bool end_capture();  // false: there is no memory for the graph, enqueue the step after all
   void launch();
-  // The caller's part of the step is enqueued; until it is done.
+  // The caller's part of a step that ran eagerly is enqueued.
   void mark_foreground();
+  // Until it is done, of either kind of step.
   void wait_foreground(int64_t step) const;
 
  private:
   struct LayerEvents {
-    Event staged, selected, attended, transferred, joined;
+    Event staged, predicted, attended, transferred;
   };
   // What launches are made for: the step's own counts, or those of the size that it is captured
   // for.
@@ -98,6 +103,8 @@ class CudaBackend final : public Backend {
   }
   float* scores() const { return scores_.as<float>() + parity_ * scores_each_; }
   bool background() const { return config_.host_blocks > 0; }  // else nothing leaves the device
+  void use_device();
+  void check_limits();
   void join();
   void move_blocks(const SequenceKv& seq, bool to_device, int count, const int32_t* pages,
                    const int32_t* blocks, int64_t first_block);
@@ -106,9 +113,9 @@ class CudaBackend final : public Backend {
   void append(int layer, const void* qkv);
   void attend(int layer, void* out);
   void predict(int layer);
+  void write_through(int layer);
   void transfer(int layer);
   void count_selections();
-  void capture_background();
   void plan_sizes();
   void end_layers();
   void trace_step();
@@ -116,12 +123,13 @@ class CudaBackend final : public Backend {
   const CoreConfig& config_;
   DType dtype_;
   int element_bytes_, head_bytes_, sms_;
+  int device_, gather_ctas_ = 0, max_select_blocks_ = 0;
   int64_t pool_layer_bytes_, summary_layer_bytes_;
-  Stream foreground_, predict_, transfer_;
-  std::array<Stream, 2>
-      graph_background_;             // by parity: a graph may begin before the last has ended
+  Stream foreground_{Priority::kMiddle}, predict_{Priority::kLow}, transfer_{Priority::kHigh};
+  std::array<Stream, 2> graph_streams_{Stream(Priority::kMiddle), Stream(Priority::kMiddle)};
   std::vector<LayerEvents> events_;  // [layer][parity of the step]
   std::array<Event, 2> foreground_done_, counted_;
+  Event ready_, counted_in_, moved_;  // around and within a captured step
   std::map<StepSize, StepGraphs> graphs_;
 
   DeviceMemory pool_, summaries_, cos_, sin_;

@@ -50,9 +50,18 @@ class PinnedMemory {
   void* data_ = nullptr;
 };
 
+enum class Priority { kLow, kMiddle, kHigh };  // of a stream's waiting CTAs for SMs
+
 class Stream {
  public:
-  Stream() { check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "stream"); }
+  explicit Stream(Priority priority) {
+    int least, greatest;  // greater is lower
+    check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "stream");
+    const int value = priority == Priority::kLow      ? least
+                      : priority == Priority::kMiddle ? (least + greatest) / 2
+                                                      : greatest;
+    check(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, value), "stream");
+  }
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
   ~Stream() { cudaStreamDestroy(stream_); }

@@ -15,7 +15,7 @@ constexpr int64_t kMaxAttentionSplits = 2048, kMaxScoreSplits = 4096;
 
 int64_t padded(int64_t blocks) { return div_up(blocks, 32) * 32; }
 
-// As split_size says, but so that all splits fit the list.
+// As split_size says, but so that all splits fit a list of `most` and one more for each sequence.
 int64_t bounded_size(const std::vector<int64_t>& lengths, int64_t units_each, int64_t grid,
                      int64_t fixed, int64_t most) {
   int64_t size = split_size(lengths, units_each, grid, fixed);
@@ -24,7 +24,7 @@ int64_t bounded_size(const std::vector<int64_t>& lengths, int64_t units_each, in
     for (int64_t length : lengths) n += div_up(length, size);
     return n;
   };
-  while (splits() > most) size *= 2;
+  while (splits() > most + static_cast<int64_t>(lengths.size())) size *= 2;
   return size;
 }
 

@@ -1,4 +1,4 @@
-// Captured steps: for each size a foreground and a background graph, one of each a parity of steps.
+// Captured steps: for each size a graph a parity of steps.
 #pragma once
 
 #include <array>
@@ -25,12 +25,25 @@ class Graph {
   static void begin_capture(cudaStream_t s) {
     check(cudaStreamBeginCapture(s, cudaStreamCaptureModeThreadLocal), "capture");
   }
-  void end_capture(cudaStream_t s) {
+  // False: there is no memory for it.
+  bool end_capture(cudaStream_t s) {
     cudaGraph_t graph;
     check(cudaStreamEndCapture(s, &graph), "capture");
     const cudaError_t error = cudaGraphInstantiate(&exec_, graph, 0);
     cudaGraphDestroy(graph);
+    if (error == cudaErrorMemoryAllocation) {
+      cudaGetLastError();
+      exec_ = nullptr;
+      return false;
+    }
     check(error, "graph instantiation");
+    return true;
+  }
+  static void cancel_capture(cudaStream_t s) {
+    cudaGraph_t graph = nullptr;
+    cudaStreamEndCapture(s, &graph);  // fails, as what it holds is not whole
+    if (graph) cudaGraphDestroy(graph);
+    cudaGetLastError();
   }
 
  private:
@@ -46,8 +59,9 @@ struct StepSize {
 };
 
 struct StepGraphs {
-  bool warmed = false;  // has run eagerly: libraries have chosen their algorithms, code is loaded
-  std::array<Graph, 2> foreground, background;  // by parity
+  bool warmed = false;   // has run eagerly: libraries have chosen their algorithms, code is loaded
+  bool refused = false;  // there was no memory for it: it stays eager
+  std::array<Graph, 2> step;  // by parity
 };
 
 // The size to capture for: few sizes, little padding.

@@ -9,8 +9,9 @@
 namespace oasis::cuda {
 
 inline void check(cudaError_t error, const char* what) {
-  if (error != cudaSuccess)
-    throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // else the next launch that is checked would report this error again
+  throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
 }
 
 [[noreturn]] inline void refuse(const char* field, long long value, const char* rule) {

@@ -153,17 +153,18 @@ void Linear::run(const Problem& p, const void* x, const void* weight, const void
   run(made, made.chosen, p.rows, x, weight, bias, y, stream);
 }
 
-float Linear::tune(const Problem& p, const void* x, const void* weight, const void* bias, void* y,
-                   int repeats, cudaStream_t stream) {
+float Linear::tune(const Problem& p, const void* x, const std::vector<const void*>& weights,
+                   const void* bias, void* y, int repeats, cudaStream_t stream) {
   Plan& made = plan(p);
   cudaEvent_t begin, end;
   check(cudaEventCreate(&begin), "linear: event");
   check(cudaEventCreate(&end), "linear: event");
   float best = 0.0f;
   for (int c = 0; c < static_cast<int>(made.candidates.size()); ++c) {
-    run(made, c, p.rows, x, weight, bias, y, stream);  // loads its module
+    run(made, c, p.rows, x, weights[0], bias, y, stream);  // loads its module
     check(cudaEventRecord(begin, stream), "linear: event");
-    for (int i = 0; i < repeats; ++i) run(made, c, p.rows, x, weight, bias, y, stream);
+    for (int i = 0; i < repeats; ++i)
+      for (const void* weight : weights) run(made, c, p.rows, x, weight, bias, y, stream);
     check(cudaEventRecord(end, stream), "linear: event");
     check(cudaEventSynchronize(end), "linear: tuning");
     float ms;
@@ -172,7 +173,7 @@ float Linear::tune(const Problem& p, const void* x, const void* weight, const vo
   }
   cudaEventDestroy(begin);
   cudaEventDestroy(end);
-  return best * 1e3f / repeats;
+  return best * 1e3f / static_cast<float>(repeats * weights.size());
 }
 
 }  // namespace oasis::cuda

@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <tuple>
+#include <vector>
 
 #include "ops/cuda/ops.h"
 
@@ -42,10 +43,11 @@ class Linear {
   // captured.
   void run(const Problem& p, const void* x, const void* weight, const void* bias, void* y,
            cudaStream_t stream);
-  // Times the candidates on these arrays and keeps the fastest; returns its microseconds. Waits for
-  // the stream.
-  float tune(const Problem& p, const void* x, const void* weight, const void* bias, void* y,
-             int repeats, cudaStream_t stream);
+  // Times the candidates and keeps the fastest; returns its microseconds. Each of `repeats` runs
+  // goes over all the weights: enough of them that they do not stay in the cache. Waits for the
+  // stream.
+  float tune(const Problem& p, const void* x, const std::vector<const void*>& weights,
+             const void* bias, void* y, int repeats, cudaStream_t stream);
 
  private:
   struct Plan;

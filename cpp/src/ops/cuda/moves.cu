@@ -61,8 +61,8 @@ __global__ void __launch_bounds__(kThreads) list_copies_kernel(ListCopies l, int
 }  // namespace
 
 void sparsify(const Sparsify& s, cudaStream_t stream) {
+  if (s.slots > kMostSlots) refuse("sparsify: slots", s.slots, "at most 12288");
   const int bytes = s.slots * static_cast<int>(sizeof(int32_t));
-  if (bytes > 48 << 10) refuse("sparsify: slots", s.slots, "at most 12288");
   sparsify_kernel<<<dim3(s.heads.num_kv_heads, s.layers), kThreads, bytes, stream>>>(
       s, 2 * kBlockTokens * s.heads.head_dim * s.element_bytes);
   check(cudaGetLastError(), "sparsify");

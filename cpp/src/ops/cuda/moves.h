@@ -23,6 +23,7 @@ struct Sparsify {
   int64_t layer_bytes;
 };
 void sparsify(const Sparsify& s, cudaStream_t stream);
+inline constexpr int kMostSlots = 12288;  // that it serves
 
 // Lists the copies that bring `count` blocks of one request from their host units into device
 // pages, in all layers and heads.

@@ -122,6 +122,8 @@ struct Select {
   int64_t* stats;       // [request][4]: block-heads predicted, admitted, capped, and spare
 };
 void select(const Select& s, cudaStream_t stream);
+// The most blocks that select serves with this top_k and so many lanes.
+int select_max_blocks(int top_k, int max_lanes);
 
 // Moves block-heads of `bytes` each over the link: `num_ctas` single-warp CTAs, bulk copies through
 // shared memory.

@@ -17,6 +17,16 @@ constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int64_t kStagedBytes = 100
                                  << 10;  // two CTAs an SM; above, the scores stay where they are
 
+constexpr int kMostBlocks = 65535;         // a block and a slot share 32 bits of a list's entry
+constexpr int64_t kMostBytes = 224 << 10;  // of shared memory, less the static part
+
+// Of a CTA without its scores: keys and two bit maps over the blocks, four lists of the working
+// set, and what the lanes add up.
+__host__ __device__ int64_t fixed_bytes(int top_k, int max_blocks, int max_lanes) {
+  return 24ll * (top_k < max_blocks ? top_k : max_blocks) + 4ll * ((max_blocks + 31) / 32 * 34) +
+         4ll * max_lanes * (2 + kWarps);
+}
+
 // Larger float, larger key; NaN below all. Sinks above all.
 __device__ uint32_t key_of(float x) { return x != x ? 0 : ordered_bits(x); }
 
@@ -283,12 +293,13 @@ __global__ void __launch_bounds__(kThreads, 4) select_kernel(Select s) {
   sh.keys =
       reinterpret_cast<uint32_t*>(memory + (kStaged ? 4ll * s.max_lanes * max_words * 32 : 0));
   sh.missing = reinterpret_cast<uint64_t*>(sh.keys + max_words * 32);
-  sh.victims = sh.missing + s.top_k;
-  sh.wanted = reinterpret_cast<uint32_t*>(sh.victims + s.top_k);
+  const int most = min(s.top_k, s.max_blocks);
+  sh.victims = sh.missing + most;
+  sh.wanted = reinterpret_cast<uint32_t*>(sh.victims + most);
   sh.resident = sh.wanted + max_words;
   sh.slots = reinterpret_cast<int32_t*>(sh.resident + max_words);
-  sh.steps = sh.slots + s.top_k;
-  sh.terms = reinterpret_cast<float*>(sh.steps + s.top_k);
+  sh.steps = sh.slots + most;
+  sh.terms = reinterpret_cast<float*>(sh.steps + most);
   if (threadIdx.x < 3) counts[threadIdx.x] = 0;
 
   const int64_t row = (static_cast<int64_t>(p.request) * s.heads.num_kv_heads + head) * s.top_k;
@@ -382,14 +393,19 @@ void launch(const Select& s, int64_t bytes, cudaStream_t stream) {
 }  // namespace
 
 void select(const Select& s, cudaStream_t stream) {
-  if (s.max_blocks > 65535) refuse("select: max_blocks", s.max_blocks, "at most 65535");
-  const int words = (s.max_blocks + 31) / 32;
-  const int64_t fixed = 24ll * s.top_k + 4ll * (words * 34) + 4ll * s.max_lanes * (2 + kWarps);
-  const int64_t scores = 4ll * s.max_lanes * words * 32;
+  if (s.max_blocks > kMostBlocks) refuse("select: max_blocks", s.max_blocks, "at most 65535");
+  const int64_t fixed = fixed_bytes(s.top_k, s.max_blocks, s.max_lanes);
+  const int64_t scores = 4ll * s.max_lanes * ((s.max_blocks + 31) / 32) * 32;
   if (fixed + scores <= kStagedBytes)
     launch<true>(s, fixed + scores, stream);
   else
     launch<false>(s, fixed, stream);
+}
+
+int select_max_blocks(int top_k, int max_lanes) {
+  int blocks = kMostBlocks;
+  while (blocks > 0 && fixed_bytes(top_k, blocks, max_lanes) > kMostBytes) blocks -= 32;
+  return blocks > 0 ? blocks : 0;
 }
 
 }  // namespace oasis::cuda
