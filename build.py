@@ -53,7 +53,10 @@ REMEDIES = [
     (r"Could NOT find OpenMP", "The compiler has no OpenMP: install g++, or libomp-dev for clang."),
     (r"NameResolutionError|NewConnectionError|Timeout|unreachable", "The package index cannot be reached: see `pip config list`."),
     (r"No matching distribution found", "The package index offers no such version for this Python: see `pip config list`."),
-    (r"Could not find CUBLASLT_", "cuBLASLt was found neither as the package nvidia-cublas nor in the toolkit: run `setup --cuda` anew."),
+    (
+        r"Could not find CUBLASLT_",
+        "cuBLASLt was found neither as the package nvidia-cublas nor in the toolkit: setup --cpu, then setup --cuda.",
+    ),
     (r"unsupported GNU version|unsupported clang version", "nvcc does not take this C++ compiler: name an older one, CUDAHOSTCXX=g++-12."),
     (
         r"missing: .*CUDA_CUDART|cuda_runtime\w*\.h: No such file|target .*CUDA::cudart_static",
