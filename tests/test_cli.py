@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from oasiskv.cli import cuda_report
 from oasiskv.cli.main import main
 
 STATS = {
@@ -129,3 +132,28 @@ def test_env_reports(capsys: pytest.CaptureFixture[str]) -> None:
     assert code("env", "--json") == 0
     report = json.loads(capsys.readouterr().out)
     assert report["core_isa"] and not report["triton"].startswith("missing") and report["embedded_model"].endswith(".gguf")
+    assert " GiB (" in report["memory_left"]
+    if report["core_cuda"]:
+        assert "libcublasLt.so" in report["cublaslt"] and report["cuda"].startswith(("ready: ", "built, but it will not run here: "))
+    else:
+        assert report["cuda"] == "not built: python3 build.py setup --cuda" and report["cublaslt"] is None
+
+
+@pytest.mark.parametrize(
+    ("built", "gpu", "why", "said"),
+    [
+        (False, ("NVIDIA H200", 9, 0), "", "not built: .*setup --cuda"),
+        (True, None, "Found no NVIDIA driver on your system", "will not run here: Found no NVIDIA driver"),
+        (True, ("NVIDIA A100", 8, 0), "", r"will not run here: NVIDIA A100 has compute capability 8\.0, the kernels are for 9\.0"),
+        (True, ("NVIDIA B200", 10, 0), "", r"will not run here: NVIDIA B200 has compute capability 10\.0"),
+        (True, ("NVIDIA H200", 9, 0), "", "^ready: NVIDIA H200$"),
+    ],
+)
+def test_env_says_whether_cuda_runs(built: bool, gpu: tuple[str, int, int] | None, why: str, said: str) -> None:
+    found = gpu and SimpleNamespace(name=gpu[0], major=gpu[1], minor=gpu[2])
+    assert re.search(said, cuda_report.verdict(built, found, why))
+
+
+@pytest.mark.parametrize("modules", ["oasiskv._core, torch", "torch, oasiskv._core"])
+def test_the_core_loads_before_torch_and_after(modules: str) -> None:
+    subprocess.run([sys.executable, "-c", f"import {modules}; oasiskv._core.isa()"], check=True)

@@ -10,6 +10,7 @@ import platform
 from typing import Any
 
 from oasiskv import __version__
+from oasiskv.cli import cuda_report
 from oasiskv.errors import OasisError
 
 
@@ -37,8 +38,10 @@ def collect() -> dict[str, Any]:
         "numpy": _version("numpy"),
         "tokenizers": _version("tokenizers"),
         "core_isa": _isa(),
+        **cuda_report.collect(),
         "cpus": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "memory_left": _memory_left(),
         "triton": _triton(),
         "embedded_model": _embedded_model(),
     }
@@ -60,6 +63,16 @@ def _isa() -> str:
         return _core.isa()
     except (ImportError, RuntimeError) as error:
         return f"missing: {error}"
+
+
+def _memory_left() -> str:
+    """What pools in host memory may take; see --host-memory-gib where memory grows with use."""
+    try:
+        from oasiskv.engine.machine import memory_left
+    except ImportError as error:
+        return f"missing: {error}"
+    left = memory_left()
+    return f"{left.bytes / 2**30:.1f} GiB ({left.why})"
 
 
 def _triton() -> str:

@@ -251,6 +251,14 @@ void CudaBackend::drain() {
   for (const Stream& s : graph_streams_) s.synchronize();
 }
 
+// These two are not in the header: the runtime is linked into this library alone, and whoever
+// includes it would take another, or find none.
+void CudaBackend::mark_foreground() { foreground_done_[parity_of(last_step_)].record(foreground_); }
+
+void CudaBackend::wait_foreground(int64_t step) const {
+  foreground_done_[parity_of(step)].synchronize();
+}
+
 // What the step that has just ended decided, read back from the maps.
 void CudaBackend::trace_step() {
   drain();

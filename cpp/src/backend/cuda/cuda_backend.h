@@ -71,9 +71,9 @@ class CudaBackend final : public Backend {
   bool end_capture();  // false: there is no memory for the graph, enqueue the step after all
   void launch();
   // The caller's part of a step that ran eagerly is enqueued.
-  void mark_foreground() { foreground_done_[parity_of(last_step_)].record(foreground_); }
+  void mark_foreground();
   // Until it is done, of either kind of step.
-  void wait_foreground(int64_t step) const { foreground_done_[parity_of(step)].synchronize(); }
+  void wait_foreground(int64_t step) const;
 
  private:
   struct LayerEvents {
