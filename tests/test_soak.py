@@ -18,8 +18,9 @@ from oasiskv.engine.sampling import SamplingParams
 
 # Ten device pages, short requests: seconds are enough for preemptions, and a canary that is sparse.
 SMALL = {
-    "rate": 3, "in-flight": 12, "max-prompt": 32, "max-output": 48, "canary-prompt": 60, "canary-output": 12, "canary-every-s": 1, "top-k-blocks": 2,
-    "max-batch-size": 8, "max-seq-len": 96, "device-kv-gib": 0.0075, "host-kv-gib": 0.05, "every-s": 2,
+    "rate": 3, "in-flight": 12, "max-prompt": 40, "max-output": 48, "canary-prompt": 60, "canary-output": 12, "canary-every-s": 1,
+    "top-k-blocks": 2, "sparse-from": 40, "max-batch-size": 8, "max-seq-len": 96, "device-kv-gib": 0.0075, "host-kv-gib": 0.05,
+    "every-s": 2,
 }  # fmt: skip
 STATS: dict[str, Any] = {"stats": {"generated_tokens": 1}}
 

@@ -31,7 +31,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
-    names = ("model", "backend", "dtype", "dense", "top_k_blocks", "fetch_ratio", "drafter", "draft_len", "accept_drafts")
+    names = ("model", "backend", "dtype", "dense", "top_k_blocks", "sparse_from", "fetch_ratio", "drafter", "draft_len", "accept_drafts")
     sizes = ("max_batch_size", "max_num_tokens", "max_seq_len", "device_kv_gib", "host_kv_gib", "host_memory_gib", "cuda_graphs")
     invariant = args.backend == "cuda" and args.dtype == "float32"
     return EngineConfig(batch_invariant=invariant, **{name: getattr(args, name) for name in names + sizes})
@@ -71,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_argument_group("engine")
     engine.add_argument("--dense", action="store_true")
     engine.add_argument("--top-k-blocks", type=int)
+    engine.add_argument("--sparse-from", type=int, help="context tokens; None: (K + 1) * 16")
     engine.add_argument("--fetch-ratio")
     engine.add_argument("--drafter", default="ngram")
     engine.add_argument("--draft-len", type=int, default=1)
