@@ -18,7 +18,7 @@ from oasiskv.engine.llm import LLM
 # Sizes for the embedded model: two CPU cores, and an H200 in float32. A page of it in float32 is 720 KiB over all layers.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": {
-        "stall_s": 120.0, "rate": 1.0, "in_flight": 24, "max_prompt": 128, "max_output": 96, "canary_prompt": 100, "canary_output": 24,
+        "stall_s": 120.0, "rate": 1.0, "in_flight": 24, "max_prompt": 128, "max_output": 96, "canary_prompt": 100, "canary_output": 40,
         "top_k_blocks": 4, "fetch_ratio": "0.5", "max_batch_size": 12, "max_num_tokens": 128, "max_seq_len": 256,
         "device_kv_gib": 0.017, "host_kv_gib": 0.1,
     },

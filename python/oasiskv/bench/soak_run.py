@@ -189,6 +189,7 @@ class Soak:
         """Ask the canary; the first answer is the reference."""
         live = self._begin(self._canary_request, "canary")
         result = self._llm.generate([live.request.prompt_ids], live.request.params)[0]
+        self._heard(live)
         if why := wrong(live.request, result, frozenset()):
             self.fail(f"the canary, {why}: look at the engine's log above")
         elif self._reference is None:
