@@ -20,10 +20,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": {
         "stall_s": 120.0, "rate": 1.0, "in_flight": 24, "max_prompt": 128, "max_output": 96, "canary_prompt": 100, "canary_output": 40,
         "top_k_blocks": 4, "fetch_ratio": "0.5", "max_batch_size": 12, "max_num_tokens": 128, "max_seq_len": 256,
-        "device_kv_gib": 0.017, "host_kv_gib": 0.1,
+        "device_kv_gib": 0.013, "host_kv_gib": 0.1,
     },
     "cuda": {
-        "stall_s": 60.0, "rate": 20.0, "in_flight": 160, "max_prompt": 2000, "max_output": 512, "canary_prompt": 1200, "canary_output": 128,
+        "stall_s": 60.0, "rate": 15.0, "in_flight": 160, "max_prompt": 2000, "max_output": 512, "canary_prompt": 1200, "canary_output": 128,
         "top_k_blocks": 16, "fetch_ratio": "0.25", "max_batch_size": 64, "max_num_tokens": 512, "max_seq_len": 4096,
         "device_kv_gib": 0.65, "host_kv_gib": 2.0,
     },

@@ -34,7 +34,7 @@ class Phase:
 PHASES = (Phase("busy", 1.0), Phase("calm", 0.3), Phase("mixed", 0.6, host_sampling=True), Phase("pause", 0.0))
 _WEIGHTS = (4, 2, 3, 2)
 _PHASE_S = (1.5, 8.0)
-_BURSTS = 0.2  # of the arrivals
+_BURSTS = 0.3  # of the arrivals
 
 
 class Schedule:
