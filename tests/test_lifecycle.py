@@ -99,7 +99,7 @@ def test_a_failing_step_ends_its_requests_and_the_engine_goes_on(prose_ids: list
         if output.finished:
             done.set()
 
-    model = loop._engine._model
+    model = loop._engine._runner._model
     forward = model.forward
     loop.submit(prose_ids[:100], SamplingParams(max_tokens=100, ignore_eos=True), on_output)
     assert first.wait(60)
@@ -161,14 +161,14 @@ def test_a_step_that_breaks_at_a_draft_row_keeps_the_tokens_before_it(monkeypatc
     repeated = loop.tokenizer.encode("red green blue " * 12)
     expected, done = ask(loop, repeated, 12)
     assert done.wait(60) and expected[-1].stats["draft_accepted"] > 0
-    forward = loop._engine._model.forward
+    forward = loop._engine._runner._model.forward
 
     def second_row_is_nan(tokens, attend, rows):
         logits = forward(tokens, attend, rows)
         logits[1:] = float("nan")
         return logits
 
-    monkeypatch.setattr(loop._engine._model, "forward", second_row_is_nan)
+    monkeypatch.setattr(loop._engine._runner._model, "forward", second_row_is_nan)
     outputs, done = ask(loop, repeated, 12)
     assert done.wait(60) and outputs[-1].finish_reason == "error" and "not finite" in outputs[-1].error
     got = [t for o in outputs for t in o.token_ids]

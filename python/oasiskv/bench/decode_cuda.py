@@ -305,8 +305,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sms",
         type=_sms,
         nargs="+",
-        default=[(4, 0)],
-        help="gather CTAs : SMs of products (0: all), for oasis; each is measured; 0:0 fetches nothing",
+        default=[],
+        help="gather CTAs : SMs of products (0: all), for oasis, in place of the table's; each is measured; 0:0 fetches nothing",
     )
     parser.add_argument("--no-graphs", action="store_true")
     parser.add_argument("--profile", help="file that the kernels and CUDA calls of a step are added to, a JSON object a line")

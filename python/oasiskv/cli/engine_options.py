@@ -5,15 +5,19 @@ from __future__ import annotations
 import argparse
 from dataclasses import fields
 
-from oasiskv.config import DTYPES, GROUP_COMBINES, SUMMARIES, EngineConfig
+from oasiskv.config import BACKENDS, DTYPES, GROUP_COMBINES, SUMMARIES, EngineConfig
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     d = EngineConfig()
     group = parser.add_argument_group("engine")
     group.add_argument("--model", default=d.model, help="embedded model's name, checkpoint or Hugging Face folder, or GGUF file")
+    group.add_argument("--backend", choices=BACKENDS, default=d.backend, help="cuda needs `build.py setup --cuda` and a Hopper GPU")
     group.add_argument(
-        "--dtype", choices=DTYPES, default=d.dtype, help="of an imported model's weights as stored; a checkpoint folder keeps its own"
+        "--dtype",
+        choices=DTYPES,
+        default=d.dtype,
+        help="of an imported model's weights as stored (a checkpoint folder keeps its own), and of CUDA's computations",
     )
     group.add_argument("--dense", action="store_true", help="never turn sparse")
     group.add_argument("--top-k-blocks", type=int, default=d.top_k_blocks, help="K: blocks of 16 tokens a KV head keeps")
@@ -36,6 +40,18 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "--host-memory-gib", type=float, default=d.host_memory_gib,
         help="memory of the machine, where it grows with use; None: what a control group or the system says",
     )  # fmt: skip
+    group.add_argument(
+        "--batch-invariant", action="store_true", help="CUDA in float32: no result depends on the batch, as on the CPU; slower"
+    )
+    group.add_argument(
+        "--cuda-graphs", action=argparse.BooleanOptionalAction, default=d.cuda_graphs, help="CUDA: decode steps run as captured graphs"
+    )
+    group.add_argument(
+        "--gather-ctas", type=int, default=d.gather_ctas, help="CUDA: SMs that fetch over the link; None: by the GPU's table"
+    )
+    group.add_argument(
+        "--foreground-sms", type=int, default=d.foreground_sms, help="CUDA: SMs that matrix products use, with --gather-ctas; 0: all"
+    )
     group.add_argument("--num-threads", type=int, default=d.num_threads, help="None: the cores this process may use")
 
 
