@@ -46,7 +46,11 @@ def test_sparse_with_everything_resident_equals_dense(prompts: list[list[int]], 
     assert sum(r.stats["sparse_steps"] for r in results) > 200
 
 
-@pytest.mark.parametrize("options", [{"dense": True}, SPARSE, {**SPARSE, "cuda_graphs": False}], ids=["dense", "sparse", "eager"])
+@pytest.mark.parametrize(
+    "options",
+    [{"dense": True}, SPARSE, {**SPARSE, "drafter": "previous"}, {**SPARSE, "cuda_graphs": False}],
+    ids=["dense", "ngram", "previous", "eager"],
+)
 def test_64_together_equal_one_by_one(prose_ids: list[int], options: dict) -> None:
     many = [prose_ids[i * 1009 : i * 1009 + 20 + 37 * i % 700] for i in range(64)]
     with LLM(**options, **EXACT) as llm:

@@ -3,9 +3,11 @@
 // - predict: score, select and write-through of each layer, after staged(layer).
 // - transfer: gather of each layer, after those and attended(layer), in the order of the steps.
 // The gather needs few SMs and must not wait for them; scoring takes what the foreground leaves.
-// A step runs eagerly, or as two graphs: the foreground's captured between begin_capture and
-// end_capture, the background's by this class. Events are those of the eager step, as external
-// nodes.
+//
+// A step runs eagerly, or as one graph of all three that is captured between begin_capture and
+// end_capture. What steps wait for of one another are external events: transferred(layer), and the
+// end of the foreground, after which the foreground stream goes on while the graph's background
+// still runs. Graphs take turns on two streams, by the parity of the step.
 //
 // The foreground waits for transferred(layer, t - 1) before it touches layer `layer` in step t, and
 // for all of step t - 1 (join) before it touches what all layers share: tables and whole requests.
@@ -19,10 +21,9 @@
 #include <utility>
 #include <vector>
 
-#include "backend/cuda/host_memory.h"
-#include "backend/cuda/step_arrays.h"
+#include "backend/cuda/layer_kernels.h"
 #include "backend/cuda/step_graphs.h"
-#include "backend/cuda/tables.h"
+#include "backend/cuda/upload_ring.h"
 #include "pipeline/backend.h"
 
 namespace oasis::cuda {
@@ -79,44 +80,16 @@ class CudaBackend final : public Backend {
   struct LayerEvents {
     Event staged, predicted, attended, transferred;
   };
-  // What launches are made for: the step's own counts, or those of the size that it is captured
-  // for.
-  struct Sizes {
-    int rows = 0, logits_rows = 0, settled = 0, predictors = 0, drafted = 0, score_blocks = 0,
-        staged_rows = 0;
-    int gather_ctas = 0;  // 0: nothing is fetched
-  };
-
   static int parity_of(int64_t step) { return static_cast<int>(step & 1); }
   Heads heads() const { return {config_.num_kv_heads, config_.group(), config_.head_dim}; }
-  char* pool(int layer) const { return pool_.data() + layer * pool_layer_bytes_; }
-  char* summaries(int layer) const { return summaries_.data() + layer * summary_layer_bytes_; }
   LayerEvents& events(int layer, int64_t step) { return events_[2 * layer + (step & 1)]; }
-  char* staged(int layer) const {
-    return staged_.data() + int64_t{layer} * config_.max_batch_size *
-                                std::max(1, config_.max_draft_len) * config_.num_q_heads *
-                                config_.head_dim * element_bytes_;
-  }
-  Copy* copies(int layer) const {
-    return copies_.as<Copy>() + int64_t{layer} * config_.max_batch_size * config_.num_kv_heads *
-                                    config_.fetch_cap_blocks;
-  }
-  int32_t* fill_slots(int layer) const {
-    return fill_slots_.as<int32_t>() + layer * arrays_.max_settled() * config_.num_kv_heads;
-  }
-  float* scores() const { return scores_.as<float>() + parity_ * scores_each_; }
   bool background() const { return config_.host_blocks > 0; }  // else nothing leaves the device
   void use_device();
-  void check_limits();
   void join();
   void move_blocks(const SequenceKv& seq, bool to_device, int count, const int32_t* pages,
                    const int32_t* blocks, int64_t first_block);
   void move_open_blocks(const SequenceKv& seq, bool to_device);
-  void settle(int layer);
-  void append(int layer, const void* qkv);
-  void attend(int layer, void* out);
   void predict(int layer);
-  void write_through(int layer);
   void transfer(int layer);
   void count_selections();
   void plan_sizes();
@@ -125,11 +98,9 @@ class CudaBackend final : public Backend {
   void trace_step();
 
   const CoreConfig& config_;
-  DType dtype_;
-  int element_bytes_, head_bytes_, sms_;
-  int device_, max_select_blocks_ = 0;
+  const int device_, sms_;
   std::vector<GatherShare> gather_shares_;
-  int64_t pool_layer_bytes_, summary_layer_bytes_;
+  const int max_select_blocks_;
   Stream foreground_{Priority::kMiddle}, predict_{Priority::kLow}, transfer_{Priority::kHigh};
   std::array<Stream, 2> graph_streams_{Stream(Priority::kMiddle), Stream(Priority::kMiddle)};
   std::vector<LayerEvents> events_;  // [layer][parity of the step]
@@ -137,17 +108,14 @@ class CudaBackend final : public Backend {
   Event ready_, counted_in_, moved_;  // around and within a captured step
   std::map<StepSize, StepGraphs> graphs_;
 
-  DeviceMemory pool_, summaries_, cos_, sin_;
-  std::unique_ptr<HostMemory> host_;
   Tables tables_;
   StepArrays arrays_;
+  Buffers buffers_;
+  LayerKernels kernels_;
   UploadRing ring_;
-  DeviceMemory q_, partials_, arrivals_, staged_, scores_, fill_slots_, copies_, num_copies_;
-  DeviceMemory moves_, num_moves_, move_pages_;
-  int64_t scores_each_ = 0;  // of a parity: two steps may be under way
-  PinnedMemory stats_;       // [parity][row][kStats], as of the step
+  PinnedMemory stats_;  // [parity][row][kStats], as of the step
   Cutting cut_ = {};
-  Sizes sizes_ = {};
+  StepSizes sizes_;
   std::optional<StepSize> size_;  // of the step at hand, if it may be captured
   StepGraphs* graph_ = nullptr;   // that the caller has asked for by view()
   bool capturing_ = false;
