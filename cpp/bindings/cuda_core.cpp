@@ -27,7 +27,8 @@ void bind_cuda_core(py::module_& m, py::class_<Core>& core) {
                              [=](const View& v) { return address(v.drafted_requests); });
   core.def_property_readonly("stream", [=](Core& c) { return address(c.cuda().foreground()); })
       .def(
-          "view", [](Core& c, int variant) { return c.cuda().view(variant); }, "variant"_a)
+          "view", [](Core& c, int variant) { return c.cuda().view(variant); },
+          "variant"_a = cuda::CudaBackend::kEager)
       .def(
           "trim",
           [](Core& c, uintptr_t draft_counts, uintptr_t used) {

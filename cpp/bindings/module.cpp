@@ -1,5 +1,5 @@
-// The only file that knows Python. Arrays cross as addresses: the callers in python/oasiskv/ops.py
-// and engine/ check shapes and dtypes.
+// The module _core; only cpp/bindings knows Python. Arrays cross as addresses: the callers in
+// python/oasiskv/ops.py and engine/ check shapes and dtypes.
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -142,7 +142,9 @@ PYBIND11_MODULE(_core, m) {
 #endif
 
   py::class_<GatherShare>(m, "GatherShare")
-      .def(py::init<int64_t, int>(), py::arg("link_bytes"), py::arg("ctas"));
+      .def(py::init<int64_t, int>(), py::arg("link_bytes"), py::arg("ctas"))
+      .def_readonly("link_bytes", &GatherShare::link_bytes)
+      .def_readonly("ctas", &GatherShare::ctas);
   py::class_<CoreConfig>(m, "CoreConfig")
       .def(py::init<>())
       .def_readwrite("backend", &CoreConfig::backend)

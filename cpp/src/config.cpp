@@ -36,6 +36,16 @@ int64_t CoreConfig::summary_pages_needed() const {
   return div_up(host_blocks / num_layers, kSummaryBlocks) + max_batch_size;
 }
 
+void CoreConfig::check_shares(const std::vector<GatherShare>& shares) {
+  need(!shares.empty(), "gather_shares", 0, "there must be one at least: how many SMs fetch");
+  for (size_t i = 0; i < shares.size(); ++i) {
+    need(shares[i].ctas >= 0 && shares[i].ctas <= 64, "gather_shares", shares[i].ctas,
+         "must be in 0..64 CTAs");
+    need(i == 0 || shares[i].link_bytes > shares[i - 1].link_bytes, "gather_shares",
+         shares[i].link_bytes, "link_bytes must ascend");
+  }
+}
+
 void CoreConfig::validate() const {
   need(num_layers > 0, "num_layers", num_layers, "must be at least 1");
   need(num_kv_heads > 0, "num_kv_heads", num_kv_heads, "must be at least 1");
@@ -77,10 +87,7 @@ void CoreConfig::validate() const {
        "must be 64 or 128 on CUDA");
   need(qk_norms.empty() || static_cast<int>(qk_norms.size()) == num_layers, "qk_norms",
        static_cast<int64_t>(qk_norms.size()), "must be one pair a layer");
-  need(backend == "cpu" || !sparse_enabled || !gather_shares.empty(), "gather_shares", 0,
-       "must say how many SMs fetch over the link");
-  for (const GatherShare& s : gather_shares)
-    need(s.ctas >= 0 && s.ctas <= 64, "gather_shares", s.ctas, "must be in 0..64 CTAs");
+  if (backend == "cuda" && sparse_enabled) check_shares(gather_shares);
   summary_kind_from(summary);
   group_combine_from(group_combine);
 }

@@ -21,7 +21,7 @@ std::unique_ptr<Backend> make_backend(const CoreConfig& c, const float* cos, con
   return std::make_unique<cuda::CudaBackend>(c, cos, sin);
 #else
   throw std::invalid_argument(
-      "backend = 'cuda': this build has no CUDA; configure with -DOASIS_CUDA=ON");
+      "backend = 'cuda': this build has no CUDA; `python3 build.py setup --cuda` makes one");
 #endif
 }
 

@@ -124,7 +124,7 @@ Digest run(int delay_us, int requests, uint64_t seed) {
     }
     for (RequestId id : over) {
       if (!left.count(id)) continue;
-      const SequenceStats s = core.stats(id).sequence;
+      const SequenceStats s = core.stats(id, 0).sequence;
       d.sparse += s.sparse_steps;
       d.preempted += s.preemptions;
       if (!core.end(id)) fail("a request was unknown at its end");

@@ -91,11 +91,8 @@ class EngineConfig:
         if self.drafter == "previous":  # the normal row's query predicts: no draft rows
             object.__setattr__(self, "draft_len", 0)
         _one_of("backend", self.backend, BACKENDS)
-        if self.backend == "cpu" and self.dummy_weights:
-            raise ConfigError("dummy_weights with the backend cpu: they are for benchmarks on a GPU; use backend cuda")
-        if self.backend == "cuda" and self.batch_invariant and self.dtype != "float32":
-            raise ConfigError(f"batch_invariant with dtype = {self.dtype!r}: attention in 16 bit is cut by the batch; use float32")
         _one_of("dtype", self.dtype, DTYPES)
+        self._check_backend()
         _one_of("summary", self.summary, SUMMARIES)
         _one_of("group_combine", self.group_combine, GROUP_COMBINES)
         _in_range("top_k_blocks", self.top_k_blocks, 1, 65536)
@@ -128,6 +125,18 @@ class EngineConfig:
         if self.host_memory_gib is not None:
             _size_gib("host_memory_gib", self.host_memory_gib)
         self._check_drafter()
+
+    def _check_backend(self) -> None:
+        """An option that the backend has no use for is refused, not ignored."""
+        cpu_only = {"transfer_delay_us": 0}
+        cuda_only = {"dummy_weights": False, "batch_invariant": False, "cuda_graphs": True, "gather_ctas": None, "foreground_sms": 0}
+        for field, default in (cuda_only if self.backend == "cpu" else cpu_only).items():
+            if getattr(self, field) != default:
+                raise ConfigError(
+                    f"{field} = {getattr(self, field)!r} with backend = {self.backend!r}, which has no use for it: leave it out"
+                )
+        if self.batch_invariant and self.dtype != "float32":
+            raise ConfigError(f"batch_invariant with dtype = {self.dtype!r}: attention in 16 bit is cut by the batch; use float32")
 
     def _check_drafter(self) -> None:
         model_path = isinstance(self.drafter, str) and self.drafter.startswith("model:") and len(self.drafter) > len("model:")

@@ -77,6 +77,8 @@ struct CoreConfig {
   int64_t page_bytes() const { return page_elements() * element_bytes(dtype_from(dtype)); }
   int64_t summary_pages_needed() const;
 
+  // Throws for shares that are none, out of range or not ascending.
+  static void check_shares(const std::vector<GatherShare>& shares);
   void validate() const;  // throws std::invalid_argument naming the field, its value and what to do
 };
 

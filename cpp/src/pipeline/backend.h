@@ -18,7 +18,7 @@ namespace oasis {
 struct LookaheadStats {
   int64_t predicted = 0, admitted = 0, capped = 0;
   int64_t bytes_fetched = 0;
-  double stall_ms = 0;
+  double stall_ms = 0;  // on the CPU
 };
 
 class Backend {
@@ -37,7 +37,8 @@ class Backend {
   // Its ids are about to go back, in whatever state it is.
   virtual void release(const SequenceKv& seq) = 0;
 
-  // A step: begin, then each layer once, in order; or abort in between.
+  // A step: begin, then each layer once, in order; or abort in between. A null `out`, on CUDA only:
+  // rows are appended and predict, nothing attends.
   virtual void begin(std::shared_ptr<const StepPlan> plan) = 0;
   virtual void forward(int layer, const void* qkv, void* out) = 0;
   virtual void abort() = 0;

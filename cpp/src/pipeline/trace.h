@@ -1,4 +1,6 @@
-// What a step decided for one (request, layer, head), for tests and for debugging accuracy.
+// What a step decided for one (request, layer, head), for tests and for debugging accuracy. CUDA
+// reads it back from the maps: map and last_selected, and of a first selection `predicted` in
+// ascending order; the rest is the CPU backend's.
 #pragma once
 
 #include <vector>

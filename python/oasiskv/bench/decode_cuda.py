@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import statistics
 import sys
 import time
@@ -23,12 +24,13 @@ import torch
 
 from oasiskv.bench.kernels import Read, paired
 from oasiskv.bench.synthetic import SyntheticRunner
-from oasiskv.config import EngineConfig
+from oasiskv.config import BLOCK_TOKENS, EngineConfig
 from oasiskv.engine.cuda_runner import CudaRunner, make_decoder, require_cuda
 from oasiskv.engine.engine import Engine, core_config
 from oasiskv.engine.loaded import LoadedModel, load_model
 from oasiskv.engine.sampling import SamplingParams
 from oasiskv.engine.sm_share import SmShare
+from oasiskv.errors import EngineError
 
 _GIB = 2**30
 
@@ -152,7 +154,8 @@ class Arm:
             self.engine.stop(i, "cancelled")
         self.engine.step()
         usage = self.engine.usage()
-        assert usage["device_pages_free"] == usage["device_pages"] and usage["host_blocks_free"] == usage["host_blocks"], usage
+        if usage["device_pages_free"] != usage["device_pages"] or usage["host_blocks_free"] != usage["host_blocks"]:
+            raise EngineError(f"pools are not at their baseline: {usage}")
 
 
 def _config(args: argparse.Namespace, mode: str) -> EngineConfig:
@@ -182,20 +185,14 @@ def _config(args: argparse.Namespace, mode: str) -> EngineConfig:
 def _floors(arm: Arm, running: int, context: int, link_mb: float, rates: dict[str, float]) -> dict[str, float]:
     """Milliseconds a step at best."""
     c, m = arm.engine.core_config, arm.engine.model_config
-    weights = sum(_product(shape) for name, shape in m.shapes().items() if "vocab_embedding" not in name or m.share_embedding_table) * 2
+    weights = sum(math.prod(shape) for name, shape in m.shapes().items() if "vocab_embedding" not in name or m.share_embedding_table)
+    weights *= getattr(torch, arm.engine.config.dtype).itemsize
     block = c.page_bytes * c.num_layers
-    blocks = context / 16 if arm.engine.config.dense else min(c.top_k_blocks + 1, context / 16)
+    blocks = context / BLOCK_TOKENS if arm.engine.config.dense else min(c.top_k_blocks + 1, context / BLOCK_TOKENS)
     read = weights + running * blocks * block
     if not arm.engine.config.dense:
-        read += running * context / 16 * block / 16  # summaries
+        read += running * context / BLOCK_TOKENS * block / BLOCK_TOKENS  # summaries: two vectors for 16 keys and 16 values
     return {"hbm_floor_ms": read / rates["hbm_gb_s"] / 1e6, "link_floor_ms": link_mb / rates["link_gb_s"]}
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    result = 1
-    for n in shape:
-        result *= n
-    return result
 
 
 def run(args: argparse.Namespace) -> list[dict[str, object]]:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from oasiskv import _core
+from oasiskv.engine.cuda_runner import require_cuda
 from oasiskv.engine.machine import memory_left, usable_cpus
 from oasiskv.errors import ConfigError, EngineError
 
@@ -106,8 +107,7 @@ def check_use(memory: _core.cuda.HostMemory, count: int) -> dict[str, float]:
 
 
 def run(args: argparse.Namespace) -> dict[str, object]:
-    if getattr(_core, "cuda", None) is None or not torch.cuda.is_available():
-        raise ConfigError("bench host: needs a GPU and a core built with CUDA (configure with -DOASIS_CUDA=ON)")
+    require_cuda()
     size, threads = size_bytes(args.gib, args.host_memory_gib), args.threads or usable_cpus()
     chunk, assume = int(args.chunk_gib * GIB), int((args.host_memory_gib or 0) * GIB)
     pinned: list[float] = []

@@ -21,7 +21,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from oasiskv import _core
-from oasiskv.errors import ConfigError
+from oasiskv.engine.cuda_runner import require_cuda
 
 Run = Callable[[], None]
 _cuda = getattr(_core, "cuda", None)
@@ -206,8 +206,7 @@ def gathering(count: int, size: int, ctas: int, host: torch.Tensor) -> tuple[Run
 
 
 def run(args: argparse.Namespace) -> list[dict[str, object]]:
-    if _cuda is None or not torch.cuda.is_available():
-        raise ConfigError("bench kernels: needs a GPU and a core built with CUDA (configure with -DOASIS_CUDA=ON)")
+    require_cuda()
     rows: list[dict[str, object]] = []
     sms = torch.cuda.get_device_properties(0).multi_processor_count
 

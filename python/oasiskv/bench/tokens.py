@@ -12,9 +12,9 @@ import torch
 
 from oasiskv import _core
 from oasiskv.bench.kernels import Read, Run, paired
+from oasiskv.engine.cuda_runner import require_cuda
 from oasiskv.engine.sampling import SamplingParams
 from oasiskv.engine.token_table import TokenTable
-from oasiskv.errors import ConfigError
 
 _cuda = getattr(_core, "cuda", None)
 BATCH, VOCAB, TOKENS, DIM = 64, 151_936, 32_768, 4096
@@ -60,8 +60,7 @@ def calls(table: TokenTable, params: SamplingParams) -> dict[str, tuple[Run, int
 
 
 def main() -> int:
-    if _cuda is None or not torch.cuda.is_available():
-        raise ConfigError("bench tokens: needs a GPU and a core built with CUDA (configure with -DOASIS_CUDA=ON)")
+    require_cuda()
     table = TokenTable(BATCH, TOKENS)
     for name, params in SAMPLING.items():
         for operation, (call, size) in calls(table, params).items():

@@ -86,7 +86,7 @@ class CudaRunner(Runner):
         return next(s.foreground_sms for s in self._shares if s.gather_ctas == view.gather_ctas)
 
     def logits(self, groups: Groups, drafts: Drafts, sequences: Mapping[int, Sequence]) -> torch.Tensor:
-        view = self.core.view(0)
+        view = self.core.view()
         with torch.cuda.stream(self._stream):
             self._send_tokens(groups, sequences)
             for g in groups:

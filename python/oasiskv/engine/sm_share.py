@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from oasiskv import _core
 
-_ALL = 1 << 62
-
 
 @dataclass(frozen=True)
 class SmShare:
@@ -32,4 +30,4 @@ def sm_shares(gpu: str) -> list[SmShare]:
 
 
 def gather_shares(shares: list[SmShare]) -> list[_core.GatherShare]:
-    return [_core.GatherShare(min(_ALL, int(min(s.link_mb, 1e12) * 1e6)), s.gather_ctas) for s in shares]
+    return [_core.GatherShare(int(min(s.link_mb, 1e12) * 1e6), s.gather_ctas) for s in shares]

@@ -63,6 +63,7 @@ CudaBackend::CudaBackend(const CoreConfig& config, const float* cos, const float
 void CudaBackend::use_device() { check(cudaSetDevice(device_), "device"); }
 
 void CudaBackend::share_sms(std::vector<GatherShare> shares) {
+  CoreConfig::check_shares(shares);
   drain();
   graphs_.clear();
   gather_shares_ = std::move(shares);
@@ -205,7 +206,7 @@ void CudaBackend::plan_sizes() {
 }
 
 CudaBackend::StepView CudaBackend::view(int variant) {
-  if (size_) {
+  if (size_ && variant != kEager) {
     size_->variant = variant;
     graph_ = &graphs_[*size_];
   }

@@ -63,7 +63,9 @@ class CudaBackend final : public Backend {
     const LogitsRow* logits_row_list;
     const int32_t* drafted_requests;  // table rows, -1: padding
   };
-  // variant: what else the caller's part depends on; each has graphs of its own.
+  // variant: what else the caller's part depends on; each has graphs of its own. kEager: the step
+  // is enqueued, whatever its size.
+  static constexpr int kEager = -1;
   StepView view(int variant);
   // After the device's drafter: leaves out drafts that are not there. used[i]: of the i-th request
   // with drafts.

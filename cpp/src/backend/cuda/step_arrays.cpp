@@ -64,7 +64,6 @@ StepArrays::StepArrays(const CoreConfig& config)
 void StepArrays::send(const StepPlan& plan, const Cutting& cut, UploadRing& ring) {
   counts_ = {};
   counts_.step = plan.step;
-  counts_.rows = static_cast<int32_t>(plan.rows);
   int64_t num_pages = 0;
   for (const RowGroup& g : plan.groups) num_pages += static_cast<int64_t>(g.pages.size());
   const int64_t bytes = pages_at_ + num_pages * static_cast<int64_t>(sizeof(int32_t));

@@ -33,7 +33,7 @@ class StepArrays {
 
   struct Counts {
     int64_t step;
-    int32_t rows, splits, predictors, score_splits, settled;
+    int32_t splits, predictors, score_splits, settled;
     int32_t prefill_tiles, logits_rows, drafted;
   };
   const Counts& counts() const { return counts_; }  // of the step sent last

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <array>
-#include <vector>
 
 #include "backend/cuda/resources.h"
 
@@ -15,10 +14,6 @@ class UploadRing {
   UploadRing(int64_t bytes, cudaStream_t stream);
 
   void upload(void* to, const void* from, int64_t bytes);
-  template <class T>
-  void upload(T* to, const std::vector<T>& from) {
-    upload(to, from.data(), static_cast<int64_t>(from.size() * sizeof(T)));
-  }
   // Room to write an upload of `bytes` in place; then send() it.
   char* reserve(int64_t bytes);
   void send(void* to, int64_t bytes);

@@ -1,4 +1,4 @@
-// Block-heads from pinned host memory into their slots.
+// Block-heads from pinned host memory into device pages, or the other way.
 //
 // Grid: num_ctas of one warp. One thread moves runs by cp.async.bulk: host-mapped source -> shared
 // memory -> device, kStages runs of at most kRun bytes in flight. Few SMs feed the link, so that

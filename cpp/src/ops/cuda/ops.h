@@ -89,7 +89,7 @@ struct Score {
 int score_ctas_per_sm();
 void score(const Score& s, cudaStream_t stream);
 
-// A copy of one block-head from the host into a slot.
+// A copy of one block-head, either way over the link.
 struct Copy {
   const void* from;
   void* to;

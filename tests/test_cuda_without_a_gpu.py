@@ -1,0 +1,86 @@
+"""What of the CUDA backend is decided without a GPU: refusals at start, sizes of pools, the share of SMs, models without text."""
+
+from __future__ import annotations
+
+import pytest
+
+from oasiskv import _core
+from oasiskv.config import EngineConfig
+from oasiskv.engine import cuda_runner
+from oasiskv.engine.engine import Engine, core_config
+from oasiskv.engine.loaded import NoTokenizer, load_model
+from oasiskv.engine.sm_share import SmShare, gather_shares, sm_shares
+from oasiskv.errors import ConfigError
+from oasiskv.models.presets import PRESETS
+from oasiskv.tokenizer import IncrementalDetokenizer
+
+CUDA = {"backend": "cuda", "dtype": "bfloat16"}
+
+
+def test_a_build_without_cuda_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_runner, "_cuda", None)
+    with pytest.raises(ConfigError, match=r"build\.py setup --cuda"):
+        Engine(EngineConfig(**CUDA))
+
+
+def test_a_machine_without_a_gpu_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_runner, "_cuda", object())
+    monkeypatch.setattr(cuda_runner.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="finds no GPU"):
+        Engine(EngineConfig(**CUDA))
+
+
+def test_dummy_weights_are_for_presets() -> None:
+    with pytest.raises(ConfigError, match="qwen3-8b"):
+        load_model(EngineConfig(model="smollm2-135m", dummy_weights=True, **CUDA))
+
+
+def test_device_kv_gib_holds_pages_and_summaries() -> None:
+    model = PRESETS["qwen3-8b"]
+    config = EngineConfig(model="qwen3-8b", dummy_weights=True, device_kv_gib=56, host_kv_gib=100, max_batch_size=46, **CUDA)
+    c = core_config(config, model)
+    assert c.page_bytes == 8 * 2 * 16 * 128 * 2
+    pages = c.device_pages * c.page_bytes * c.num_layers
+    assert 0 <= 56 * 2**30 - pages - c.summary_bytes < c.page_bytes * c.num_layers
+    # One summary a block of every layer that the host tier can hold, two vectors each, and a page more a request.
+    blocks = c.host_blocks // c.num_layers
+    assert blocks * 36 * 8 * 2 * 128 * 2 <= c.summary_bytes <= (blocks + 64 * 47) * 36 * 8 * 2 * 128 * 2
+
+
+def test_no_host_tier_is_for_dense() -> None:
+    c = core_config(EngineConfig(dense=True, host_kv_gib=0, **CUDA), PRESETS["qwen3-8b"])
+    assert c.host_blocks == 0 and c.summary_bytes == 0
+
+
+def test_the_more_of_the_link_the_more_sms() -> None:
+    shares = sm_shares("NVIDIA H200")
+    assert [s.link_mb for s in shares] == sorted(s.link_mb for s in shares) and shares[-1].link_mb == float("inf")
+    assert [s.gather_ctas for s in shares] == sorted({s.gather_ctas for s in shares})
+    assert all(s.foreground_sms + s.gather_ctas <= 132 for s in shares)
+    assert sm_shares("a GPU of another name") == shares
+
+
+def test_shares_reach_the_core_in_bytes() -> None:
+    small, rest = gather_shares([SmShare(1.5, 2, 0), SmShare(float("inf"), 8, 0)])
+    assert (small.link_bytes, small.ctas) == (1_500_000, 2)
+    assert rest.link_bytes > 10**15 and rest.ctas == 8
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("backend", "tpu"), ("dtype", "int4"), ("head_dim", 80), ("gather_shares", []), ("gather_shares", [_core.GatherShare(1, 65)])],
+)
+def test_the_core_refuses_by_name(field: str, value: object) -> None:
+    c = core_config(EngineConfig(device_kv_gib=4, host_kv_gib=4, **CUDA), PRESETS["qwen3-8b"])
+    c.gather_shares = [_core.GatherShare(1 << 62, 4)]
+    setattr(c, field, value)
+    with pytest.raises(ValueError, match=field):
+        _core.Core(c, 0, 0)
+
+
+def test_a_model_without_text_yields_ids() -> None:
+    tokenizer = NoTokenizer(1000)
+    text = IncrementalDetokenizer(tokenizer)
+    assert text.push(999) == "" and text.complete and text.flush() == ""
+    with pytest.raises(ConfigError, match="give token ids"):
+        tokenizer.encode("hello")
