@@ -2,53 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import SimpleNamespace
-
 import pytest
 
+from oasiskv.bench.arm import Arm
 from oasiskv.config import EngineConfig
 from oasiskv.engine.engine import Engine
-from oasiskv.engine.runner import CpuRunner, Groups
 from oasiskv.engine.sampling import SamplingParams
-from oasiskv.engine.sequence import RequestOutput, Sequence
+from oasiskv.engine.sequence import RequestOutput
+from oasiskv.errors import EngineError
+from reference.late_runner import LateRunner
 
 OPTIONS = {"drafter": "previous", "top_k_blocks": 4, "sparse_from": 64, "device_kv_gib": 0.1, "host_kv_gib": 0.2, "max_batch_size": 8}
 LENGTHS = (5, 70, 33, 150, 16, 64)
-
-
-class LateRunner(CpuRunner):
-    """What a step samples (greedily) goes into its own lists at once; the engine learns of it when it asks."""
-
-    pipelined = True
-
-    def __init__(self, *args: object) -> None:
-        super().__init__(*args)
-        self.tokens: dict[int, list[int]] = {}
-        self.sampled: dict[int, list[int]] = {}
-        self.broken_at: int | None = None  # a step whose logits are not finite
-
-    def launch(self, groups: Groups, sequences: Mapping[int, Sequence]) -> None:
-        for g in groups:
-            known, told = self.tokens.setdefault(g.id, []), sequences[g.id].token_ids
-            known += told[len(known) :]  # sampled on the host, or a new request
-        own = {g.id: SimpleNamespace(token_ids=self.tokens[g.id]) for g in groups}
-        best = self.logits(groups, {}, own).argmax(dim=1).tolist()
-        for g, token in zip([g for g in groups if g.logits_rows], best, strict=True):
-            self.tokens[g.id].append(token)
-        step = self.core.last_step
-        self.sampled[step] = [-1] * len(best) if step == self.broken_at else best
-
-    def results(self, step: int, count: int) -> list[int]:
-        assert step >= self.core.last_step - 1, "only the last two steps' tokens are kept"
-        assert len(self.sampled[step]) == count
-        return self.sampled[step]
-
-    def drafts_used(self, step: int, count: int) -> list[int]:
-        return [0] * count
-
-    def forget(self, request_id: int) -> None:
-        self.tokens.pop(request_id, None)
 
 
 def run(engine: Engine, requests: list[tuple[list[int], SamplingParams]]) -> list[RequestOutput]:
@@ -130,7 +95,7 @@ def test_a_cancel_between_launch_and_tokens(prompts: list[list[int]], expected: 
 
 def test_logits_that_are_not_finite_end_the_requests_of_that_step(prompts: list[list[int]]) -> None:
     engine = Engine(EngineConfig(**OPTIONS), runner=LateRunner)
-    engine._runner.broken_at = 4
+    engine.runner.broken_at = 4
     request = engine.next_id()
     engine.add(request, prompts[0], SamplingParams(max_tokens=20, ignore_eos=True))
     outputs = [o for _ in range(12) for o in engine.step()]
@@ -147,3 +112,14 @@ def test_preempted_requests_resume_with_tokens_that_the_host_has_not_read(prompt
     got = run(engine, [(p, long) for p in prompts[:3]])
     assert [g.token_ids for g in got] == [w.token_ids for w in whole]
     assert sum(g.stats["preemptions"] for g in got) > 0
+
+
+def test_the_benchmark_times_the_same_requests_throughout(prompts: list[list[int]]) -> None:
+    engine = Engine(EngineConfig(**OPTIONS), runner=LateRunner)
+    arm = Arm("oasis", engine)
+    assert arm.fill(requests=3, context=70, output=40)["running"] == 3
+    row = arm.measure(steps=6)
+    assert row["turn_ms"] > 0 and 0 < row["tpot_ms"] <= row["tpot_p99_ms"] and row["link_mb_step"] > 0
+    with pytest.raises(EngineError, match="3 requests ran"):
+        arm.measure(steps=40)
+    arm.empty()

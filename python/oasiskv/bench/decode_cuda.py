@@ -12,31 +12,23 @@ import argparse
 import json
 import logging
 import math
-import statistics
-import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from oasiskv.bench.arm import Arm, say
 from oasiskv.bench.kernels import Read, paired
 from oasiskv.bench.synthetic import SyntheticRunner
 from oasiskv.config import BLOCK_TOKENS, EngineConfig
 from oasiskv.engine.cuda_runner import CudaRunner, make_decoder, require_cuda
 from oasiskv.engine.engine import Engine, core_config
 from oasiskv.engine.loaded import LoadedModel, load_model
-from oasiskv.engine.sampling import SamplingParams
 from oasiskv.engine.sm_share import SmShare
-from oasiskv.errors import EngineError
 
 _GIB = 2**30
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def measured_rates() -> dict[str, float]:
@@ -46,116 +38,6 @@ def measured_rates() -> dict[str, float]:
     device = torch.empty(size, dtype=torch.uint8, device="cuda")
     us = paired({"read": Read(size), "link": lambda: device.copy_(host, non_blocking=True)}, 5, 2)
     return {"hbm_gb_s": size / us["read"] / 1e3, "link_gb_s": size / us["link"] / 1e3}
-
-
-class Arm:
-    """One engine, with its step's times."""
-
-    def __init__(self, name: str, engine: Engine) -> None:
-        self.name, self.engine = name, engine
-        self._turns: list[float] = []  # seconds from a step's tokens to the end of the next launch
-        self._arrived: float | None = None
-        runner = engine._runner
-        runner.results, runner.launch = self._after(runner.results, arrives=True), self._after(runner.launch, arrives=False)
-
-    def _after(self, call: Callable[..., Any], arrives: bool) -> Callable[..., Any]:
-        def timed(*args: Any) -> Any:
-            result = call(*args)
-            now = time.perf_counter()
-            if not arrives and self._arrived is not None:
-                self._turns.append(now - self._arrived)
-            self._arrived = now if arrives else None
-            return result
-
-        return timed
-
-    def fill(self, requests: int, context: int, output: int) -> dict[str, float]:
-        """Submit and run until all that fit decode; how many, and how long it took."""
-        engine = self.engine
-        vocab = engine.model_config.vocab_size
-        params = SamplingParams(max_tokens=output, ignore_eos=True)
-        for i in range(requests):
-            ids = ((torch.arange(context) * 7919 + i * 104729) % vocab).tolist()
-            engine.add(engine.next_id(), ids, params)
-        begin = time.perf_counter()
-        told = begin
-        still = 0
-        while still < 3:  # steps in which nobody came in
-            engine.step()
-            usage = engine.usage()
-            still = still + 1 if usage["prefilling"] == 0 else 0
-            if time.perf_counter() - told > 5:
-                told = time.perf_counter()
-                _say(f"  {self.name}: {usage['decoding']} of {requests} decode after {told - begin:.0f} s")
-        torch.cuda.synchronize()
-        return {"running": engine.usage()["decoding"], "prefill_s": time.perf_counter() - begin}
-
-    def measure(self, steps: int) -> dict[str, float]:
-        """Step times over `steps` steps with the same requests running."""
-        engine = self.engine
-        for _ in range(8):  # sparse by now, sizes captured
-            engine.step()
-        before, begin = self._admitted(), time.perf_counter()
-        self._turns.clear()
-        times, last = [], begin
-        for _ in range(steps):
-            engine.step()
-            now = time.perf_counter()
-            times.append(now - last)
-            last = now
-        total = last - begin
-        after = self._admitted()
-        times.sort()
-        return {
-            "tpot_ms": statistics.median(times) * 1e3,
-            "tpot_mean_ms": total / steps * 1e3,
-            "tpot_p99_ms": times[min(len(times) - 1, int(0.99 * len(times)))] * 1e3,
-            "link_mb_step": (after - before) / steps / 1e6,
-            "turn_ms": statistics.median(self._turns) * 1e3,
-            "turn_p99_ms": sorted(self._turns)[int(0.99 * (len(self._turns) - 1))] * 1e3,
-        }
-
-    def profile(self, steps: int, trace: str | None) -> list[dict[str, object]]:
-        """By name: calls a step, and microseconds a step and a call, of the kernels on the GPU and of CUDA's calls on the host."""
-        from torch.profiler import ProfilerActivity, profile
-
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as prof:
-            for _ in range(steps):
-                self.engine.step()
-            torch.cuda.synchronize()
-        if trace:
-            prof.export_chrome_trace(trace)
-        found: dict[tuple[str, str], list[float]] = {}
-        for event in prof.events():
-            on_gpu = event.device_type == torch.autograd.DeviceType.CUDA
-            if not on_gpu and not event.name.startswith("cuda"):
-                continue
-            name = event.name.replace("void ", "").replace("oasis::cuda::", "").replace("(anonymous namespace)::", "").split("(")[0]
-            took = event.device_time if on_gpu else event.cpu_time
-            found.setdefault(("gpu" if on_gpu else "host", name[:80]), []).append(took)
-        rows = [
-            {
-                "mode": self.name,
-                "where": where,
-                "name": name,
-                "calls": len(t) / steps,
-                "us_step": sum(t) / steps,
-                "us_call": sum(t) / len(t),
-            }
-            for (where, name), t in found.items()
-        ]
-        return sorted(rows, key=lambda r: (r["where"], -float(r["us_step"])))
-
-    def _admitted(self) -> int:
-        return sum(self.engine._core.stats(i)["bytes_fetched"] for i in self.engine._sequences)
-
-    def empty(self) -> None:
-        for i in list(self.engine._sequences):
-            self.engine.stop(i, "cancelled")
-        self.engine.step()
-        usage = self.engine.usage()
-        if usage["device_pages_free"] != usage["device_pages"] or usage["host_blocks_free"] != usage["host_blocks"]:
-            raise EngineError(f"pools are not at their baseline: {usage}")
 
 
 def _config(args: argparse.Namespace, mode: str) -> EngineConfig:
@@ -198,7 +80,7 @@ def _floors(arm: Arm, running: int, context: int, link_mb: float, rates: dict[st
 def run(args: argparse.Namespace) -> list[dict[str, object]]:
     require_cuda()
     rates = measured_rates()
-    _say(f"plain read {rates['hbm_gb_s']:.0f} GB/s, pinned copy {rates['link_gb_s']:.1f} GB/s")
+    say(f"plain read {rates['hbm_gb_s']:.0f} GB/s, pinned copy {rates['link_gb_s']:.1f} GB/s")
     modes = args.mode.split(",")
     configs = {mode: _config(args, mode) for mode in modes}
     base = configs[modes[0]]
@@ -210,14 +92,14 @@ def run(args: argparse.Namespace) -> list[dict[str, object]]:
         begin = time.perf_counter()
         runner = SyntheticRunner if args.prefill == "synthetic" else CudaRunner
         arms[mode] = Arm(mode, Engine(config, model=replace(shared), runner=runner))
-        _say(f"{mode}: engine made in {time.perf_counter() - begin:.1f} s; {torch.cuda.mem_get_info()[0] / _GIB:.1f} GiB of the GPU left")
+        say(f"{mode}: engine made in {time.perf_counter() - begin:.1f} s; {torch.cuda.mem_get_info()[0] / _GIB:.1f} GiB of the GPU left")
     rows = []
     for concurrency in args.concurrency:
         for mode, arm in arms.items():
             filled = arm.fill(concurrency, args.context, _outputs(args, concurrency))
             for shares in [None] if mode == "dense" else args.sms or [None]:
                 if shares is not None:
-                    arm.engine._runner.share_sms([SmShare(float("inf"), *shares)])
+                    arm.engine.runner.share_sms([SmShare(float("inf"), *shares)])
                 row = _measured(arm, args, rates, concurrency, filled)
                 rows.append({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()})
                 _report(rows[-1])
@@ -240,11 +122,12 @@ def _measured(arm: Arm, args: argparse.Namespace, rates: dict[str, float], concu
             for entry in arm.profile(4, args.trace and f"{args.trace}.{arm.name}.{concurrency}.json.gz"):
                 rounded = {k: round(v, 2) if isinstance(v, float) else v for k, v in entry.items()}
                 out.write(json.dumps({"concurrency": concurrency, "context": args.context, **rounded}) + "\n")
+    gather_ctas, foreground_sms = arm.engine.runner.sms_in_use()
     floors = _floors(arm, running, args.context, result["link_mb_step"], rates)
     return {
         "mode": arm.name,
-        "gather_ctas": arm.engine._runner.last_view.gather_ctas,
-        "foreground_sms": arm.engine._runner._foreground_sms(arm.engine._runner.last_view),
+        "gather_ctas": gather_ctas,
+        "foreground_sms": foreground_sms,
         "model": args.model,
         "context": args.context,
         "concurrency": concurrency,
@@ -264,7 +147,7 @@ def _measured(arm: Arm, args: argparse.Namespace, rates: dict[str, float], concu
 
 
 def _report(row: dict[str, Any]) -> None:
-    _say(
+    say(
         f"{row['mode']:6} {row['context']} x {row['running']:3} of {row['concurrency']:3} ({row['gather_ctas']}:{row['foreground_sms']}): "
         f"{row['tok_s']:7.0f} tok/s, TPOT {row['tpot_ms']:6.2f} ms (mean {row['tpot_mean_ms']:.2f}, p99 {row['tpot_p99_ms']:.2f}), "
         f"floors: HBM {row['hbm_floor_ms']:.2f}, link {row['link_mb_step']:.0f} MB = {row['link_floor_ms']:.2f} ms; "

@@ -65,7 +65,7 @@ class CudaRunner(Runner):
             self._table = TokenTable(batch, core_config.max_seq_len, max_logits)
             self._used = torch.zeros(2, batch, dtype=torch.int32, pin_memory=True)  # drafts, by parity of the step
         self._tuned: set[tuple[int, int, int]] = set()
-        self.last_view: _core.StepView | None = None  # of the last launched step
+        self._last_view: _core.StepView | None = None  # of the last launched step
         self._on_device: dict[int, int] = {}  # tokens of each request that the table has
 
     @staticmethod
@@ -79,6 +79,11 @@ class CudaRunner(Runner):
         self._shares = shares
         self.core.share_sms(gather_shares(shares))
         self._tuned.clear()
+
+    def sms_in_use(self) -> tuple[int, int]:
+        """Gather CTAs and SMs of products (0: all) of the last launched step."""
+        view = self._last_view
+        return (0, 0) if view is None else (view.gather_ctas, self._foreground_sms(view))
 
     def _foreground_sms(self, view: _core.StepView) -> int:
         if view.gather_ctas == 0:
@@ -98,7 +103,7 @@ class CudaRunner(Runner):
 
     def launch(self, groups: Groups, sequences: Mapping[int, Sequence]) -> None:
         random = any(sequences[g.id].params.temperature > 0 for g in groups if g.logits_rows)
-        view = self.last_view = self.core.view(int(random))
+        view = self._last_view = self.core.view(int(random))
         step = self.core.last_step
         with torch.cuda.stream(self._stream):
             self._send_tokens(groups, sequences)

@@ -289,6 +289,19 @@ class Engine:
         results = [o for o in outputs.values() if o.token_ids or o.finished]
         return results + [o for i, why in broken.items() if (o := self.stop(i, "error", why))]
 
+    @property
+    def runner(self) -> Runner:
+        """What runs its steps: for benchmarks."""
+        return self._runner
+
+    def request_ids(self) -> list[int]:
+        """Requests that have not ended."""
+        return list(self._sequences)
+
+    def stats(self, request_id: int) -> dict[str, Any]:
+        """Of a request that has not ended, as of the last step; waits for its background."""
+        return self._stats(self._sequences[request_id], 0)
+
     def usage(self) -> dict[str, int]:
         """Occupancy of the pools and counts of requests by state."""
         return self._core.usage()
