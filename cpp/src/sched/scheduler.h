@@ -55,8 +55,8 @@ class Scheduler {
   Backend& backend_;
   std::deque<std::unique_ptr<Request>> requests_;  // oldest first
   int64_t step_ = 0;
-  bool begun_ = false;  // begin_step() without its plan(): who wants drafts, as settled then
-  std::vector<std::pair<RequestId, int>> wanted_;
+  bool begun_ = false;                             // begin_step() without its plan()
+  std::vector<std::pair<RequestId, int>> wanted_;  // what begin_step() has settled: who may draft
 };
 
 }  // namespace oasis

@@ -21,13 +21,11 @@ class TokenTable:
     request's, so that a row which a step computes in vain still reads a valid token.
     """
 
-    def __init__(self, rows: int, stride: int, max_logits: int | None = None, results: int = 2, device: str = "cuda") -> None:
-        """`stride`: tokens a request may have; `max_logits`: logits rows of a step, `rows` if left out; `results`: steps whose sampled
-        tokens may wait to be read.
-        """
+    def __init__(self, rows: int, stride: int, max_logits: int | None = None) -> None:
+        """`stride`: tokens a request may have; `max_logits`: logits rows of a step, `rows` if left out."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
+            return torch.zeros(shape, dtype=dtype, device="cuda")
 
         self.rows, self.stride = rows, -(-stride // 4) * 4  # the drafter reads four at a time
         max_logits = rows if max_logits is None else max_logits
@@ -35,8 +33,8 @@ class TokenTable:
         self.drafts, self.draft_counts = zeros(rows, _cuda.max_drafts), zeros(rows)
         self.sampling = zeros(rows, _SAMPLING.itemsize, dtype=torch.uint8)
         self.work = zeros(max_logits, _cuda.sample_work_bytes, dtype=torch.uint8)
-        # Pinned memory, which the device writes into directly.
-        self.results = torch.full((results, max_logits), -1, dtype=torch.int32, pin_memory=device == "cuda")
+        # Of the last two steps, in pinned memory, which the device writes into directly.
+        self.results = torch.full((2, max_logits), -1, dtype=torch.int32, pin_memory=True)
         self.tables = _cuda.TokenTables(
             self.tokens.data_ptr(), self.stride, self.lengths.data_ptr(), self.drafts.data_ptr(), self.draft_counts.data_ptr()
         )
@@ -70,7 +68,7 @@ class TokenTable:
 
     def _upload(self, values: np.ndarray, to: torch.Tensor) -> None:
         # From torch's cache of pinned memory, which hands a buffer on only when the copy out of it is done.
-        staged = torch.empty(to.shape, dtype=to.dtype, pin_memory=to.is_cuda)
+        staged = torch.empty(to.shape, dtype=to.dtype, pin_memory=True)
         staged.numpy()[:] = values
         to.copy_(staged, non_blocking=True)
 
