@@ -370,7 +370,7 @@ def test_cancels_and_delayed_transfers() -> None:
 
 
 def test_long_draft_rows() -> None:
-    """m = 15 draft rows, so that drafts spill into the other local page and a step completes a block at any offset."""
+    """m = 15 draft rows, so that drafts spill into another local page and a step completes a block at any offset."""
     t = run_cases(
         range(300, 306), drafts=15, accept=True, new_tokens=(60, 120), prompts=(40, 100), sparse_from=48, top_k=3, max_num_tokens=128
     )

@@ -133,7 +133,7 @@ class Lockstep:
 
 def random_shape(rng: random.Random, **fixed: object) -> Shape:
     values = {
-        "layers": rng.choice([1, 2, 3]), "heads": rng.choice([1, 2]), "group": rng.choice([1, 3, 4]), "dim": rng.choice([64, 128]),
+        "layers": rng.choice([1, 2, 5]), "heads": rng.choice([1, 2]), "group": rng.choice([1, 3, 4]), "dim": rng.choice([64, 128]),
         "top_k": rng.choice([2, 4, 9]), "drafts": rng.choice([0, 1, 3]), "sinks": rng.choice([0, 1]),
         "summary": rng.choice(["mean_std", "minmax", "halves"]), "combine": rng.choice(["max", "sum"]),
         "sparse_from": rng.choice([16, 32] if SMALL else [16, 64, 150]), "requests": 2 if SMALL else rng.choice([1, 2, 5]),
@@ -178,6 +178,19 @@ def test_preemption_and_cancels(dtype: str) -> None:
         case.run()
     assert SMALL or sum(c.preemptions for c in cases) > 10
     assert SMALL or sum(c.resumed_sparse for c in cases) > 2
+
+
+def test_long_draft_rows() -> None:
+    """15 of them: a step's last row may reach the second block after one that settles in it."""
+    rng = random.Random(7)
+    cases = []
+    for seed in range(2 if SMALL else 6):
+        shape = random_shape(
+            rng, drafts=15, accept=True, sparse_from=32, top_k=4, max_num_tokens=128, new_tokens=(60, 120), prompts=(20, 100)
+        )
+        cases.append(Lockstep(shape, "bfloat16", 400 + seed))
+        cases[-1].run()
+    assert SMALL or sum(c.sparse_steps for c in cases) > 100
 
 
 def test_real_inputs_part_only_at_ties() -> None:

@@ -105,10 +105,10 @@ def test_a_kernel_writes_across_registrations() -> None:
     count = len(host_units)
     pool = torch.randn(count, heads, 2, 16, dim, device="cuda").bfloat16()
     settled = ints([(0, block, block, -1, 0) for block in range(count)])  # request, block, page; dense
-    number, units, unused = ints([count]), ints(host_units), ints([0] * count * heads)
+    number, units = ints([count]), ints(host_units)
     _core.cuda.write_through(
-        dtype="bfloat16", num_kv_heads=heads, group=1, head_dim=dim, blocks=settled.data_ptr(), num_blocks=number.data_ptr(),
-        pool=pool.data_ptr(), slot_pages=unused.data_ptr(), fill_slots=unused.data_ptr(), slot_stride=0,
+        num_kv_heads=heads, group=1, head_dim=dim, element_bytes=2, layers=1, blocks=settled.data_ptr(),
+        num_blocks=number.data_ptr(), pool=pool.data_ptr(), layer_bytes=0,
         host_units=units.data_ptr(), host_stride=count, host_step=1, host_offset=0, host_base=memory.address,
         num_ctas=2, stream=stream(),
     )  # fmt: skip

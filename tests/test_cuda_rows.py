@@ -75,7 +75,8 @@ def test_settle_and_write_through(dtype: str, kind: str) -> None:
     t = DTYPES[dtype]
     for dim in (64, 128):
         heads, top_k, requests, summary_stride, pages = 3, 9, 4, 3, 60
-        pool = torch.randn(pages, heads, 2, 16, dim, device="cuda").to(t)
+        layers = torch.randn(2, pages, heads, 2, 16, dim, device="cuda").to(t)
+        pool, was = layers[0], layers.cpu()
         before = pool.clone()
         summaries = torch.full((requests * summary_stride, heads, 64, 2, dim), NAN, dtype=t, device="cuda")
         slot_blocks = torch.tensor(np.stack([[rng.permutation(120)[:top_k] for _ in range(heads)] for _ in range(requests)]), device="cuda")
@@ -86,8 +87,8 @@ def test_settle_and_write_through(dtype: str, kind: str) -> None:
         summary_pages = torch.randperm(requests * summary_stride, dtype=torch.int32, device="cuda").view(requests, summary_stride)
         # request, block, page, slots in use, grows: dense twice, a full working set, one with a free slot
         settled = [(0, 0, 40, -1, 0), (0, 65, 41, -1, 0), (1, 127, 42, top_k, 0), (3, 191, 43, top_k - 2, 1)]
-        step, fills = torch.tensor([77], device="cuda"), torch.full((len(settled), heads), -5, dtype=torch.int32, device="cuda")
-        host_step, host_offset, stride = 2, 1, 400
+        step = torch.tensor([77], device="cuda")
+        host_step, host_offset, stride = 4, 1, 800
         units = requests * stride
         host = torch.full((units, heads, 2, 16, dim), 7.0, dtype=t).pin_memory()
         host_units = torch.randperm(units, dtype=torch.int32, device="cuda").view(requests, stride)
@@ -96,18 +97,18 @@ def test_settle_and_write_through(dtype: str, kind: str) -> None:
             dtype=dtype, num_kv_heads=heads, group=1, head_dim=dim, kind=kind, top_k=top_k, blocks=lists.data_ptr(),
             num_blocks=count.data_ptr(), pool=pool.data_ptr(), summaries=summaries.data_ptr(), summary_pages=summary_pages.data_ptr(),
             summary_stride=summary_stride, slot_blocks=slot_blocks.data_ptr(), slot_steps=slot_steps.data_ptr(),
-            slot_pages=slot_pages.data_ptr(), slot_stride=top_k, step=step.data_ptr(), fill_slots=fills.data_ptr(),
+            slot_pages=slot_pages.data_ptr(), slot_stride=top_k, step=step.data_ptr(),
             max_blocks=len(settled) + 2, stream=stream(),
         )  # fmt: skip
         _core.cuda.write_through(
-            dtype=dtype, num_kv_heads=heads, group=1, head_dim=dim, blocks=lists.data_ptr(), num_blocks=count.data_ptr(),
-            pool=pool.data_ptr(), slot_pages=slot_pages.data_ptr(), fill_slots=fills.data_ptr(), slot_stride=top_k,
+            num_kv_heads=heads, group=1, head_dim=dim, element_bytes=t.itemsize, layers=2, blocks=lists.data_ptr(),
+            num_blocks=count.data_ptr(), pool=layers.data_ptr(), layer_bytes=pool.numel() * t.itemsize,
             host_units=host_units.data_ptr(), host_stride=stride, host_step=host_step, host_offset=host_offset, host_base=host.data_ptr(),
             num_ctas=2, stream=stream(),
         )  # fmt: skip
         torch.cuda.synchronize()
         touched = set()
-        for i, (request, block, page, slots, grows) in enumerate(settled):
+        for request, block, page, slots, grows in settled:
             keys = before[page, :, 0].double()
             first, second = {
                 "mean_std": lambda k: (k.mean(1), k.std(1, unbiased=False)),
@@ -118,13 +119,13 @@ def test_settle_and_write_through(dtype: str, kind: str) -> None:
             tolerance = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 4e-3}[dtype]
             assert relative_error(got[:, 0], first) < tolerance and relative_error(got[:, 1], second) < tolerance
             for h in range(heads):
-                unit = int(host_units[request, block * host_step + host_offset])
-                assert torch.equal(host[unit, h], before[page, h].cpu())
+                for layer in range(2):
+                    unit = int(host_units[request, block * host_step + host_offset + layer])
+                    assert torch.equal(host[unit, h], was[layer, page, h])
                 if slots < 0:
                     continue
                 order = [(int(was_steps[request, h, s]), int(was_blocks[request, h, s]), s) for s in range(slots)]
                 slot = slots if grows else min(order)[2]
-                assert int(fills[i, h]) == slot
                 assert int(slot_blocks[request, h, slot]) == block and int(slot_steps[request, h, slot]) == 77
                 assert torch.equal(pool[slot_pages[request, slot].long(), h], before[page, h])
                 touched.add((request, h, slot))
@@ -134,7 +135,8 @@ def test_settle_and_write_through(dtype: str, kind: str) -> None:
                     if (request, h, s) not in touched:
                         assert slot_blocks[request, h, s] == was_blocks[request, h, s]
                         assert torch.equal(pool[slot_pages[request, s].long(), h], before[slot_pages[request, s].long(), h])
-        written = {int(host_units[r, b * host_step + host_offset]) for r, b, *_ in settled}
+        assert torch.equal(layers[1].cpu(), was[1])
+        written = {int(host_units[r, b * host_step + host_offset + layer]) for r, b, *_ in settled for layer in range(2)}
         assert all(bool((host[u] == 7.0).all()) for u in range(units) if u not in written)
 
 

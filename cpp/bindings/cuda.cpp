@@ -101,24 +101,25 @@ void append(const py::kwargs& kwargs) {
   READ(dtype), READ(heads), READ(qkv), READ(rows), READ(cos), READ(sin), READ(q_norm), READ(k_norm),
       READ(norm_eps), READ(q), READ(staged);
   READ(pool), READ(num_copies);
-  cuda::append(a, args.number("num_rows"), args.stream());
+  cuda::append(a, args.number("num_rows"), {}, 0, args.stream());
 }
 
 void settle(const py::kwargs& kwargs) {
   const Arguments args(kwargs);
+  cuda::Append rows = {};
+  args.read(rows.dtype, "dtype"), args.read(rows.heads, "heads"), args.read(rows.pool, "pool");
   cuda::Settle a;
-  READ(dtype), READ(heads), READ(kind), READ(top_k), READ(blocks), READ(num_blocks), READ(pool),
-      READ(summaries), READ(summary_pages);
+  READ(kind), READ(top_k), READ(blocks), READ(num_blocks), READ(summaries), READ(summary_pages);
   READ(summary_stride), READ(slot_blocks), READ(slot_steps), READ(slot_pages), READ(slot_stride),
-      READ(step), READ(fill_slots);
-  cuda::settle(a, args.number("max_blocks"), args.stream());
+      READ(step);
+  cuda::append(rows, 0, a, args.number("max_blocks"), args.stream());
 }
 
 void write_through(const py::kwargs& kwargs) {
   const Arguments args(kwargs);
   cuda::WriteThrough a;
-  READ(dtype), READ(heads), READ(blocks), READ(num_blocks), READ(pool), READ(slot_pages),
-      READ(fill_slots), READ(slot_stride);
+  READ(heads), READ(element_bytes), READ(layers), READ(blocks), READ(num_blocks), READ(pool),
+      READ(layer_bytes);
   READ(host_units), READ(host_stride), READ(host_step), READ(host_offset), READ(host_base);
   cuda::write_through(a, args.number("num_ctas"), args.stream());
 }

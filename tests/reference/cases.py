@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from oasiskv import _core
-from reference.lookahead import BLOCK
+from reference.lookahead import BLOCK, LOCAL_PAGES
 
 
 @dataclass
@@ -69,8 +69,8 @@ def pages_alone(s: Shape, prompt: int, max_new: int) -> int:
     every = -(-(prompt + max_new) // BLOCK)
     if not s.sparse:
         return every
-    dense = -(-(max(prompt, s.sparse_from) + 3 * s.drafts + 2) // BLOCK) + 2
-    return max(min(dense, every + 2), min(s.top_k, every) + 2)
+    dense = -(-(max(prompt, s.sparse_from) + 3 * s.drafts + 2) // BLOCK) + LOCAL_PAGES
+    return max(min(dense, every + LOCAL_PAGES), min(s.top_k, every) + LOCAL_PAGES)
 
 
 def core_config(s: Shape, wanted: list[tuple[int, int]], seed: int) -> _core.CoreConfig:

@@ -2,7 +2,7 @@
 
 Nothing here is shared with the core. Keys and values are stored as float32, as the pools hold them; every sum is float64. Each
 (layer, head) keeps its working set as a dict slot -> its own copy of a block's K and V, and sparse attention reads from those
-copies and the two local pages alone, so a copy of the wrong block, or a copy made too early or too late, changes the output.
+copies and the local pages alone, so a copy of the wrong block, or a copy made too early or too late, changes the output.
 
 A step is `begin_step`, `forward` once a layer, `finish_selection`, `commit`. Selection runs in `finish_selection`, after the
 attention of every layer: in the core it runs behind each layer's attention and nothing of the layer reads it before the next step.
@@ -16,6 +16,7 @@ from decimal import Decimal
 import numpy as np
 
 BLOCK = 16
+LOCAL_PAGES = 3
 BYTES = 4  # of an element, float32
 SUMMARIES = ("mean_std", "minmax", "halves")
 COMBINES = ("softmax_sum", "max", "sum")
@@ -215,7 +216,7 @@ class ReferenceSequence:
         # Whole KV of settled blocks, [layer][head] -> block -> (keys, values). Dense attention reads it; sparse steps only gather from it.
         self._full = [[{} for _ in range(self.heads)] for _ in each]
         self._summaries = [[[] for _ in range(self.heads)] for _ in each]
-        # Blocks not settled yet. Dense: by block. Sparse: by local page, block % 2.
+        # Blocks not settled yet. Dense: by block. Sparse: by local page, block % LOCAL_PAGES.
         self._open: list[dict[int, np.ndarray]] = [{} for _ in each]
         self._working: list[list[dict[int, Slot]]] = [[{} for _ in range(self.heads)] for _ in each]
         self._chosen: dict[tuple[int, int], list[int]] | None = None  # a first selection waiting for SPARSIFY
@@ -338,7 +339,7 @@ class ReferenceSequence:
         return self.cos[self.committed + row], self.sin[self.committed + row]
 
     def _place(self, block: int) -> int:
-        return block % 2 if self.sparse else block
+        return block % LOCAL_PAGES if self.sparse else block
 
     def _settle(self, layer: int) -> None:
         for block in range(self.settled, self._complete):
@@ -418,5 +419,6 @@ class ReferenceSequence:
                 keys, values = self._full[layer][head][held[slot]]
                 self._working[layer][head][slot] = Slot(held[slot], self._chosen_step, keys.copy(), values.copy())
         for layer in range(self.layers):
-            self._open[layer] = {b % 2: self._open[layer][b] for b in (complete, complete + 1) if b in self._open[layer]}
+            kept = range(complete, complete + LOCAL_PAGES)
+            self._open[layer] = {b % LOCAL_PAGES: self._open[layer][b] for b in kept if b in self._open[layer]}
         self._chosen, self.sparse = None, True

@@ -32,6 +32,9 @@ using RequestId = int64_t;
 inline constexpr int kBlockTokens = 16;
 inline constexpr int kSummaryBlocks = 64;  // blocks a summary page holds
 inline constexpr int kMaxDraftLen = 15;    // so that at most one block completes a step
+// Of a sparse sequence, for blocks that are open: the one that settles in a step, the one that the
+// step's first row is in, and the next, which its last row may reach.
+inline constexpr int kLocalPages = 3;
 
 constexpr int64_t div_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t blocks_for(int64_t tokens) { return div_up(tokens, kBlockTokens); }

@@ -41,15 +41,17 @@ std::vector<int32_t> SequenceKv::reading_order(int64_t last_position) const {
     return order;
   }
   for (DevicePage p : pages_) order.push_back(p.value);
-  for (int64_t b = complete_blocks(); b <= last_block; ++b) order.push_back(local_[b % 2].value);
+  for (int64_t b = complete_blocks(); b <= last_block; ++b)
+    order.push_back(local_[b % kLocalPages].value);
   return order;
 }
 
 void SequenceKv::turn_sparse(int64_t complete) {
   const int64_t slots = first_slots(complete);
-  for (int64_t b = complete; b < complete + 2; ++b) local_[b % 2] = pages_[b];
+  const int64_t local_end = complete + kLocalPages;
+  for (int64_t b = complete; b < local_end; ++b) local_[b % kLocalPages] = pages_[b];
   for (int64_t b = slots; b < static_cast<int64_t>(pages_.size()); ++b)
-    if (b != complete && b != complete + 1) pools_.device.give_back(pages_[b]);
+    if (b < complete || b >= local_end) pools_.device.give_back(pages_[b]);
   pages_.resize(slots);
   sparse_ = true;
 }
@@ -64,7 +66,7 @@ void SequenceKv::give_back_pages() {
     }
 }
 
-int64_t SequenceKv::pages_to_restore() const { return given_back_ + (sparse_ ? 2 : 0); }
+int64_t SequenceKv::pages_to_restore() const { return given_back_ + (sparse_ ? kLocalPages : 0); }
 
 bool SequenceKv::take_pages_back() {
   if (pools_.device.free_count() < pages_to_restore()) return false;

@@ -48,15 +48,15 @@ class SequenceKv {
     return page_of_open_block(LogicalBlock(position / kBlockTokens));
   }
   DevicePage page_of_open_block(LogicalBlock b) const {
-    return sparse_ ? local_[b.value % 2] : pages_[b.value];
+    return sparse_ ? local_[b.value % kLocalPages] : pages_[b.value];
   }
   // Blocks with tokens that are not on the host yet: [settled, end).
   int64_t open_blocks_end() const { return blocks_for(committed); }
 
   // Slots that a sparse life begins with, when `complete` blocks were there to choose from.
   int64_t first_slots(int64_t complete) const { return std::min(max_slots_, complete); }
-  // The pages of blocks 0..first_slots - 1 become the slots, those of the next two open blocks the
-  // local pages; the others go back. Both local pages must exist: grow_pages first.
+  // The pages of blocks 0..first_slots - 1 become the slots, those of the next kLocalPages
+  // blocks the local pages, which must exist (grow_pages first); the others go back.
   void turn_sparse(int64_t complete);
 
   // Preemption: its pages go. Its row and summaries stay: there are enough for all that have host
@@ -78,7 +78,7 @@ class SequenceKv {
   bool sparse_ = false;
   TableRow row_;
   std::vector<DevicePage> pages_;
-  std::array<DevicePage, 2> local_;
+  std::array<DevicePage, kLocalPages> local_;
   std::vector<HostBlock> host_;
   std::vector<SummaryPage> summary_pages_;
   int64_t given_back_ = 0;  // pages but the local ones

@@ -14,8 +14,8 @@ int64_t Scheduler::pages_alone(int64_t prompt_tokens, int64_t max_new_tokens) co
   if (!config_.sparse_enabled) return all;
   const int64_t slack = 2 * config_.max_draft_len + 2;
   const int64_t dense_tokens = std::max(prompt_tokens, config_.sparse_from_tokens) + slack;
-  const int64_t dense = std::min(all, blocks_for(dense_tokens)) + 2;
-  return std::max(dense, std::min<int64_t>(config_.top_k_blocks, all) + 2);
+  const int64_t dense = std::min(all, blocks_for(dense_tokens)) + kLocalPages;
+  return std::max(dense, std::min<int64_t>(config_.top_k_blocks, all) + kLocalPages);
 }
 
 void Scheduler::check(int64_t prompt_tokens, int64_t max_new_tokens) const {
@@ -127,7 +127,7 @@ void Scheduler::turn_sparse() {
   for (const auto& r : requests_) {
     if (!r->first_choice || r->state != RequestState::kDecode || r->exhausted()) continue;
     const FirstChoice& first = *r->first_choice;
-    if (!make_room(*r, first.complete + 2)) continue;  // preempted: after it resumes
+    if (!make_room(*r, first.complete + kLocalPages)) continue;  // preempted: after it resumes
     backend_.sparsify(*r->seq, first.complete, first.step);
     r->seq->turn_sparse(first.complete);
     r->first_choice.reset();

@@ -49,7 +49,6 @@ Buffers::Buffers(const CoreConfig& config, const Tables& tables, const StepArray
     arrivals_ = zeroed(4 * units, "attention");
   }
   staged_layer_bytes_ = batch * drafts * row_bytes;
-  fill_slots_each_ = arrays.max_settled() * heads;
   copies_each_ = batch * heads * config.fetch_cap_blocks;
   scores_each_ = batch * hq * drafts * div_up(tables.max_blocks, 32) * 32;
   num_copies_ = zeroed(4 * layers, "copies");
@@ -65,7 +64,6 @@ Buffers::Buffers(const CoreConfig& config, const Tables& tables, const StepArray
                                 ": with this max_seq_len and draft_len the scores exceed 2^31 "
                                 "entries; lower one of the three");
   staged_ = DeviceMemory(layers * staged_layer_bytes_, "staged queries");
-  fill_slots_ = DeviceMemory(4 * layers * fill_slots_each_, "fill slots");
   copies_ = DeviceMemory(layers * copies_each_ * copy_bytes, "copies");
   scores_ = DeviceMemory(2 * 4 * scores_each_, "scores");
 }

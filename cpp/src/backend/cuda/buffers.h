@@ -38,9 +38,6 @@ class Buffers {
 
   // Of each layer, from the foreground to its background, and within that.
   char* staged(int layer) const { return staged_.data() + layer * staged_layer_bytes_; }
-  int32_t* fill_slots(int layer) const {
-    return fill_slots_.as<int32_t>() + layer * fill_slots_each_;
-  }
   Copy* copies(int layer) const { return copies_.as<Copy>() + layer * copies_each_; }
   int32_t* num_copies(int layer) const { return num_copies_.as<int32_t>() + layer; }
   float* scores(int parity) const {  // two steps may be under way
@@ -53,11 +50,11 @@ class Buffers {
   int32_t* move_pages() const { return move_pages_.as<int32_t>(); }
 
  private:
-  int64_t summary_layer_bytes_, staged_layer_bytes_, fill_slots_each_, copies_each_, scores_each_;
+  int64_t summary_layer_bytes_, staged_layer_bytes_, copies_each_, scores_each_;
   DeviceMemory pool_, summaries_, cos_, sin_;
   std::unique_ptr<HostMemory> host_;
-  DeviceMemory q_, partials_, arrivals_, staged_, scores_, fill_slots_, copies_, num_copies_,
-      moves_, num_moves_, move_pages_;
+  DeviceMemory q_, partials_, arrivals_, staged_, scores_, copies_, num_copies_, moves_, num_moves_,
+      move_pages_;
 };
 
 }  // namespace oasis::cuda

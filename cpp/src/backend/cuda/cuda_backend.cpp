@@ -182,7 +182,7 @@ void CudaBackend::plan_sizes() {
   size_.reset();
   if (decode) {
     const StepSize size{
-        std::min<int>(row_bucket(sizes_.rows), config_.max_num_tokens),
+        std::min<int>(row_bucket(sizes_.rows), static_cast<int>(arrays_.max_decode_rows())),
         std::min<int>(row_bucket(sizes_.logits_rows), static_cast<int>(arrays_.max_logits_rows())),
         sizes_.predictors > 0 ? std::min(block_bucket(sizes_.score_blocks), max_select_blocks_)
                               : 0};
@@ -198,6 +198,7 @@ void CudaBackend::plan_sizes() {
   }
   sizes_.gather_ctas = sizes_.predictors > 0 ? gather_ctas(sizes_.logits_rows) : 0;
   // Where the gather's CTAs are, others have no room: theirs would run after all the rest.
+  cut_.decode = decode;
   cut_.attention_ctas = (sms_ - sizes_.gather_ctas) * attention_ctas_per_sm();
   cut_.score_ctas = (sms_ - sizes_.gather_ctas) * score_ctas_per_sm();
   cut_.lane_tiles = tiles;
@@ -236,7 +237,6 @@ void CudaBackend::trim(const int32_t* draft_counts, int32_t* used) {
 
 void CudaBackend::forward(int layer, const void* qkv, void* out) {
   if (background()) events(layer, plan_->step - 1).transferred.hold(foreground_, capturing_);
-  kernels_.settle(layer, foreground_);
   kernels_.append(layer, qkv, foreground_);
   if (background()) {
     events(layer, plan_->step).staged.record(foreground_);
@@ -297,9 +297,9 @@ void CudaBackend::predict(int layer) {
   const LayerEvents& now = events(layer, plan_->step);
   now.staged.hold(predict_);
   if (layer == 0) counted_[parity_ ^ 1].hold(predict_, capturing_);
+  kernels_.write_through(layer, predict_);
   kernels_.score(layer, predict_);
   kernels_.select(layer, predict_);
-  kernels_.write_through(layer, predict_);
   now.predicted.record(predict_);
 }
 

@@ -5,7 +5,7 @@
 namespace oasis::cuda {
 namespace {
 
-constexpr int kWriteCtas = 4;
+constexpr int kWriteCtas = 8;
 
 }  // namespace
 
@@ -13,27 +13,6 @@ void LayerKernels::set_step(int parity, const StepSizes& sizes, const Cutting& c
   parity_ = parity;
   sizes_ = sizes;
   cut_ = cut;
-}
-
-void LayerKernels::settle(int layer, cudaStream_t stream) const {
-  if (!config_.sparse_enabled) return;
-  cuda::settle({.dtype = buffers_.dtype,
-                .heads = heads(),
-                .kind = summary_kind_from(config_.summary),
-                .top_k = config_.top_k_blocks,
-                .blocks = arrays_.settled(parity_),
-                .num_blocks = arrays_.num_settled(parity_),
-                .pool = buffers_.pool(layer),
-                .summaries = buffers_.summaries(layer),
-                .summary_pages = tables_.summary_pages(),
-                .summary_stride = static_cast<int>(tables_.summary_stride),
-                .slot_blocks = tables_.slot_blocks(layer),
-                .slot_steps = tables_.slot_steps(layer),
-                .slot_pages = tables_.slot_pages(),
-                .slot_stride = config_.top_k_blocks,
-                .step = arrays_.step(parity_),
-                .fill_slots = buffers_.fill_slots(layer)},
-               sizes_.settled, stream);
 }
 
 void LayerKernels::append(int layer, const void* qkv, cudaStream_t stream) const {
@@ -52,7 +31,20 @@ void LayerKernels::append(int layer, const void* qkv, cudaStream_t stream) const
        .staged = buffers_.staged(layer),
        .pool = buffers_.pool(layer),
        .num_copies = buffers_.num_copies(layer)},
-      sizes_.rows, stream);
+      sizes_.rows,
+      {.kind = summary_kind_from(config_.summary),
+       .top_k = config_.top_k_blocks,
+       .blocks = arrays_.settled(parity_),
+       .num_blocks = arrays_.num_settled(parity_),
+       .summaries = buffers_.summaries(layer),
+       .summary_pages = tables_.summary_pages(),
+       .summary_stride = static_cast<int>(tables_.summary_stride),
+       .slot_blocks = tables_.slot_blocks(layer),
+       .slot_steps = tables_.slot_steps(layer),
+       .slot_pages = tables_.slot_pages(),
+       .slot_stride = config_.top_k_blocks,
+       .step = arrays_.step(parity_)},
+      config_.sparse_enabled ? sizes_.settled : 0, stream);
 }
 
 void LayerKernels::attend(int layer, void* out, cudaStream_t stream) const {
@@ -137,15 +129,14 @@ void LayerKernels::select(int layer, cudaStream_t stream) const {
 }
 
 void LayerKernels::write_through(int layer, cudaStream_t stream) const {
-  if (sizes_.settled == 0) return;
-  cuda::write_through({.dtype = buffers_.dtype,
-                       .heads = heads(),
+  if (sizes_.settled == 0 || layer % kWriteLayers != 0) return;
+  cuda::write_through({.heads = heads(),
+                       .element_bytes = buffers_.element_bytes,
+                       .layers = std::min(kWriteLayers, config_.num_layers - layer),
                        .blocks = arrays_.settled(parity_),
                        .num_blocks = arrays_.num_settled(parity_),
                        .pool = buffers_.pool(layer),
-                       .slot_pages = tables_.slot_pages(),
-                       .fill_slots = buffers_.fill_slots(layer),
-                       .slot_stride = config_.top_k_blocks,
+                       .layer_bytes = buffers_.pool_layer_bytes,
                        .host_units = tables_.host_units(),
                        .host_stride = tables_.host_stride(),
                        .host_step = config_.num_layers,

@@ -22,15 +22,17 @@ class LayerKernels {
   // The step that the calls below are for.
   void set_step(int parity, const StepSizes& sizes, const Cutting& cut);
 
-  void settle(int layer, cudaStream_t stream) const;
   void append(int layer, const void* qkv, cudaStream_t stream) const;
   void attend(int layer, void* out, cudaStream_t stream) const;
   void score(int layer, cudaStream_t stream) const;
   void select(int layer, cudaStream_t stream) const;
+  // Settled blocks of kWriteLayers layers, at the first of them; nothing at the others.
   void write_through(int layer, cudaStream_t stream) const;
   void gather(int layer, cudaStream_t stream) const;
 
  private:
+  static constexpr int kWriteLayers = 4;  // each launch costs the host 2 us
+
   Heads heads() const { return {config_.num_kv_heads, config_.group(), config_.head_dim}; }
   int max_lanes() const { return sizes_.staged_rows * config_.group(); }
 

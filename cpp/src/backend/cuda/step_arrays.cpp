@@ -34,56 +34,65 @@ StepArrays::StepArrays(const CoreConfig& config)
     : config_(config),
       max_splits_(config.max_batch_size + kMaxAttentionSplits),
       max_score_splits_(config.max_batch_size + kMaxScoreSplits),
-      max_settled_(blocks_for(config.max_num_tokens) + 2 * config.max_batch_size),
-      max_prefill_tiles_(config.num_kv_heads *
-                         (div_up(int64_t{config.max_num_tokens} * config.group(), kPrefillLanes) +
-                          config.max_batch_size)),
+      max_decode_rows_(config.max_batch_size * (1 + config.max_draft_len)),
       max_logits_rows_(config.max_batch_size *
-                       (config.accept_drafts ? std::max(1, config.max_draft_len) : 1)) {
+                       (config.accept_drafts ? std::max(1, config.max_draft_len) : 1)),
+      decode_(places(max_decode_rows_, config.max_batch_size, 0)),
+      whole_(places(config.max_num_tokens,
+                    blocks_for(config.max_num_tokens) + 2 * config.max_batch_size,
+                    config.num_kv_heads *
+                        (div_up(int64_t{config.max_num_tokens} * config.group(), kPrefillLanes) +
+                         config.max_batch_size))),
+      device_(2 * whole_.bytes, "step metadata") {}
+
+StepArrays::Places StepArrays::places(int64_t rows, int64_t settled, int64_t prefill_tiles) const {
+  const int64_t batch = config_.max_batch_size;
   int64_t at = kAlign;
   auto place = [&](int64_t count, size_t size) {
     const int64_t offset = at;
     at += div_up(count * static_cast<int64_t>(size), kAlign) * kAlign;
     return offset;
   };
-  segments_at_ = place(config.max_batch_size, sizeof(Segment));
-  splits_at_ = place(max_splits_, sizeof(AttentionSplit));
-  predictors_at_ = place(config.max_batch_size, sizeof(Predictor));
-  score_splits_at_ = place(max_score_splits_, sizeof(ScoreSplit));
-  settled_at_ = place(max_settled_, sizeof(SettledBlock));
-  logits_rows_at_ = place(max_logits_rows_, sizeof(LogitsRow));
-  drafted_at_ = place(config.max_batch_size, sizeof(Drafted));
-  drafted_requests_at_ = place(config.max_batch_size, sizeof(int32_t));
-  rows_at_ = place(config.max_num_tokens, sizeof(Row));
-  prefill_tiles_at_ = place(max_prefill_tiles_, sizeof(PrefillTile));
-  pages_at_ = place(config.device_pages + 2 * config.max_batch_size, sizeof(int32_t));
-  bytes_ = at;
-  device_ = DeviceMemory(2 * bytes_, "step metadata");
+  Places p;
+  p.segments = place(batch, sizeof(Segment));
+  p.splits = place(max_splits_, sizeof(AttentionSplit));
+  p.predictors = place(batch, sizeof(Predictor));
+  p.score_splits = place(max_score_splits_, sizeof(ScoreSplit));
+  p.settled = place(settled, sizeof(SettledBlock));
+  p.logits_rows = place(max_logits_rows_, sizeof(LogitsRow));
+  p.drafted = place(batch, sizeof(Drafted));
+  p.drafted_requests = place(batch, sizeof(int32_t));
+  p.rows = place(rows, sizeof(Row));
+  p.prefill_tiles = place(prefill_tiles, sizeof(PrefillTile));
+  p.pages = place(config_.device_pages + 2 * batch, sizeof(int32_t));
+  p.bytes = at;
+  return p;
 }
 
 void StepArrays::send(const StepPlan& plan, const Cutting& cut, UploadRing& ring) {
   counts_ = {};
   counts_.step = plan.step;
+  at_ = cut.decode ? &decode_ : &whole_;
   int64_t num_pages = 0;
   for (const RowGroup& g : plan.groups) num_pages += static_cast<int64_t>(g.pages.size());
-  const int64_t bytes = pages_at_ + num_pages * static_cast<int64_t>(sizeof(int32_t));
+  const int64_t bytes = at_->pages + num_pages * static_cast<int64_t>(sizeof(int32_t));
   char* to = ring.reserve(bytes);
-  auto* pages = reinterpret_cast<int32_t*>(to + pages_at_);
-  auto* segments = reinterpret_cast<Segment*>(to + segments_at_);
+  auto* pages = reinterpret_cast<int32_t*>(to + at_->pages);
+  auto* segments = reinterpret_cast<Segment*>(to + at_->segments);
   for (const RowGroup& g : plan.groups) {
     std::copy(g.pages.begin(), g.pages.end(), pages);
     *segments++ = {static_cast<int32_t>(g.row0), g.rows,
-                   static_cast<int32_t>(pages - reinterpret_cast<int32_t*>(to + pages_at_)),
+                   static_cast<int32_t>(pages - reinterpret_cast<int32_t*>(to + at_->pages)),
                    static_cast<int32_t>(g.pages.size()), static_cast<int32_t>(g.visible)};
     pages += g.pages.size();
   }
-  add_rows(plan, cut, reinterpret_cast<Row*>(to + rows_at_));
+  add_rows(plan, cut, reinterpret_cast<Row*>(to + at_->rows));
   add_attention(plan, cut, to);
   add_prediction(plan, cut, to);
-  add_settled(plan, reinterpret_cast<SettledBlock*>(to + settled_at_));
+  add_settled(plan, reinterpret_cast<SettledBlock*>(to + at_->settled));
   add_tokens(plan, cut, to);
   std::memcpy(to, &counts_, sizeof counts_);
-  ring.send(device_.data() + (plan.step & 1) * bytes_, bytes);
+  ring.send(device_.data() + (plan.step & 1) * whole_.bytes, bytes);
 }
 
 void StepArrays::add_rows(const StepPlan& plan, const Cutting& cut, Row* rows) const {
@@ -110,7 +119,7 @@ void StepArrays::add_attention(const StepPlan& plan, const Cutting& cut, char* t
     const RowGroup& g = plan.groups[i];
     const auto n = static_cast<int64_t>(g.pages.size());
     if (g.kind == RowKind::kPrefill && !exact) {
-      prefill[i] = reinterpret_cast<Segment*>(to + segments_at_)[i];
+      prefill[i] = reinterpret_cast<Segment*>(to + at_->segments)[i];
       any_prefill = true;
     } else {
       lengths.push_back(n);
@@ -120,7 +129,7 @@ void StepArrays::add_attention(const StepPlan& plan, const Cutting& cut, char* t
                            ? INT32_MAX
                            : bounded_size(lengths, int64_t{config_.num_kv_heads} * cut.lane_tiles,
                                           cut.attention_ctas, kFixedPages, kMaxAttentionSplits);
-  auto* splits = reinterpret_cast<AttentionSplit*>(to + splits_at_);
+  auto* splits = reinterpret_cast<AttentionSplit*>(to + at_->splits);
   for (size_t i = 0; i < plan.groups.size(); ++i) {
     if (prefill[i].rows > 0) continue;
     const auto n = static_cast<int64_t>(plan.groups[i].pages.size());
@@ -133,11 +142,11 @@ void StepArrays::add_attention(const StepPlan& plan, const Cutting& cut, char* t
   const std::vector<PrefillTile> tiles =
       cuda::prefill_tiles(prefill, {config_.num_kv_heads, config_.group(), config_.head_dim});
   counts_.prefill_tiles = static_cast<int32_t>(tiles.size());
-  std::copy(tiles.begin(), tiles.end(), reinterpret_cast<PrefillTile*>(to + prefill_tiles_at_));
+  std::copy(tiles.begin(), tiles.end(), reinterpret_cast<PrefillTile*>(to + at_->prefill_tiles));
 }
 
 void StepArrays::add_prediction(const StepPlan& plan, const Cutting& cut, char* to) {
-  auto* predictors = reinterpret_cast<Predictor*>(to + predictors_at_);
+  auto* predictors = reinterpret_cast<Predictor*>(to + at_->predictors);
   std::vector<int64_t> pieces;
   int64_t scores = 0;
   for (const RowGroup& g : plan.groups) {
@@ -157,7 +166,7 @@ void StepArrays::add_prediction(const StepPlan& plan, const Cutting& cut, char* 
   if (pieces.empty()) return;
   const int64_t size = kPieceBlocks * bounded_size(pieces, config_.num_kv_heads, cut.score_ctas,
                                                    kFixedPieces, kMaxScoreSplits);
-  auto* splits = reinterpret_cast<ScoreSplit*>(to + score_splits_at_);
+  auto* splits = reinterpret_cast<ScoreSplit*>(to + at_->score_splits);
   for (int32_t p = 0; p < counts_.predictors; ++p)
     for (int64_t b = 0; b < predictors[p].blocks; b += size)
       splits[counts_.score_splits++] = {
@@ -176,9 +185,9 @@ void StepArrays::add_settled(const StepPlan& plan, SettledBlock* settled) {
 }
 
 void StepArrays::add_tokens(const StepPlan& plan, const Cutting& cut, char* to) {
-  auto* logits = reinterpret_cast<LogitsRow*>(to + logits_rows_at_);
-  auto* drafted = reinterpret_cast<Drafted*>(to + drafted_at_);
-  auto* requests = reinterpret_cast<int32_t*>(to + drafted_requests_at_);
+  auto* logits = reinterpret_cast<LogitsRow*>(to + at_->logits_rows);
+  auto* drafted = reinterpret_cast<Drafted*>(to + at_->drafted);
+  auto* requests = reinterpret_cast<int32_t*>(to + at_->drafted_requests);
   int32_t predictor = 0;
   for (size_t i = 0; i < plan.groups.size(); ++i) {
     const RowGroup& g = plan.groups[i];

@@ -150,43 +150,41 @@ struct Append {
   void *q, *staged, *pool;  // q [row][Hq][D]; pool: one layer
   int32_t* num_copies;      // set to zero for the selection that comes next
 };
-void append(const Append& a, int rows, cudaStream_t stream);
 
 // A block that is complete since the last step, in a device array.
 struct SettledBlock {
   int32_t request, block;
-  int32_t page;   // that holds it
+  int32_t page;   // that holds it, and goes on doing so in this step
   int32_t slots;  // in use before; -1: its request is dense
   int32_t grows;  // whether it gets a new slot
 };
 
 struct Settle {
-  DType dtype;
-  Heads heads;
   SummaryKind kind;
   int top_k;
   const SettledBlock* blocks;
   const int32_t* num_blocks;
-  void *pool, *summaries;  // one layer
+  void* summaries;  // one layer
   const int32_t* summary_pages;
   int summary_stride;
   int32_t *slot_blocks, *slot_steps;  // as in Select
   const int32_t* slot_pages;
   int slot_stride;
   const int64_t* step;
-  int32_t* fill_slots;  // [block of the list][H], where it went
 };
-void settle(const Settle& s, int max_blocks, cudaStream_t stream);
 
+// Both at once: a row never goes to the page of a block that settles in the same step.
+void append(const Append& a, int rows, const Settle& s, int max_blocks, cudaStream_t stream);
+
+// Settled blocks to the host, of `layers` layers at once.
 struct WriteThrough {
-  DType dtype;
   Heads heads;
+  int element_bytes, layers;
   const SettledBlock* blocks;
   const int32_t* num_blocks;
-  const void* pool;
-  const int32_t *slot_pages, *fill_slots;
-  int slot_stride;
-  const int32_t* host_units;
+  const void* pool;  // the first of the layers
+  int64_t layer_bytes;
+  const int32_t* host_units;  // as in Select; host_offset: of the first layer
   int64_t host_stride;
   int host_step, host_offset;
   void* host_base;
