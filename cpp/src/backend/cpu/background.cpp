@@ -112,8 +112,7 @@ void Background::write_through(const RowGroup& g, int layer, const std::vector<F
     const LogicalBlock block(b);
     const HostBlock unit = g.seq->host_unit(layer, block);
     for (int h = 0; h < config_.num_kv_heads; ++h) {
-      // A sparse sequence's local page may be appended to again in this step; its copy in the slot
-      // is stable until the gather below.
+      // A sparse sequence's block is in its slot by now, and stays there until the gather below.
       const DevicePage page(g.pages[fills.empty() ? b : fills[h].slot.value]);
       std::memcpy(tiers_.host.block_head(unit, h), tiers_.device.block_head(layer, page, h), bytes);
     }
