@@ -99,9 +99,14 @@ const char* kind_name(RowKind k) {
   return k == RowKind::kPrefill ? "prefill" : k == RowKind::kDense ? "dense" : "sparse";
 }
 
-std::vector<RowGroup> plan_groups(Core& core, const std::map<RequestId, int>& drafts) {
-  const auto plan = core.plan(drafts);
-  return plan ? plan->groups : std::vector<RowGroup>();
+// Parts of the plan, which lives as long as one of them.
+std::vector<std::shared_ptr<RowGroup>> plan_groups(Core& core,
+                                                   const std::map<RequestId, int>& drafts) {
+  const auto plan = std::const_pointer_cast<StepPlan>(core.plan(drafts));
+  std::vector<std::shared_ptr<RowGroup>> groups;
+  if (plan)
+    for (RowGroup& g : plan->groups) groups.emplace_back(plan, &g);
+  return groups;
 }
 
 }  // namespace
@@ -185,7 +190,7 @@ PYBIND11_MODULE(_core, m) {
                              })
       .def_property_readonly("page_bytes", [](const CoreConfig& c) { return c.page_bytes(); });
 
-  py::class_<RowGroup>(m, "RowGroup")
+  py::class_<RowGroup, std::shared_ptr<RowGroup>>(m, "RowGroup")
       .def_readonly("id", &RowGroup::id)
       .def_property_readonly("table_row", [](const RowGroup& g) { return g.seq->row().value; })
       .def_property_readonly("kind", [](const RowGroup& g) { return kind_name(g.kind); })

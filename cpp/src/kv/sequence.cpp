@@ -36,6 +36,7 @@ bool SequenceKv::grow_pages(int64_t total) {
 std::vector<int32_t> SequenceKv::reading_order(int64_t last_position) const {
   std::vector<int32_t> order;
   const int64_t last_block = last_position / kBlockTokens;
+  order.reserve(sparse_ ? pages_.size() + kLocalPages : last_block + 1);
   if (!sparse_) {
     for (int64_t b = 0; b <= last_block; ++b) order.push_back(pages_[b].value);
     return order;

@@ -66,7 +66,8 @@ class CudaRunner(Runner):
             self._used = torch.zeros(2, batch, dtype=torch.int32, pin_memory=True)  # drafts, by parity of the step
         self._tuned: set[tuple[int, int, int]] = set()
         self._last_view: _core.StepView | None = None  # of the last launched step
-        self._on_device: dict[int, int] = {}  # tokens of each request that the table has
+        self._admitted: set[int] = set()  # requests that the table has
+        self._behind: dict[int, int] = {}  # of those whose tokens the host samples: how many the table has
 
     @staticmethod
     def _configured_shares(config: EngineConfig) -> list[SmShare]:
@@ -95,6 +96,8 @@ class CudaRunner(Runner):
         with torch.cuda.stream(self._stream):
             self._send_tokens(groups, sequences)
             for g in groups:
+                if g.logits_rows:
+                    self._behind[g.id] = len(sequences[g.id].token_ids)
                 if g.drafts:
                     self._table.set_drafts(g.table_row, drafts[g.id][: g.drafts])
             logits = self._forward(view)
@@ -116,9 +119,6 @@ class CudaRunner(Runner):
         else:
             self._enqueue(view, step, random)
             self.core.mark_foreground()
-        for g in groups:
-            if g.logits_rows:
-                self._on_device[g.id] = g.start + g.rows - g.drafts + 1
 
     def _capture(self, view: _core.StepView, step: int, random: bool) -> bool:
         self.core.begin_capture()
@@ -152,14 +152,16 @@ class CudaRunner(Runner):
 
     def _send_tokens(self, groups: Groups, sequences: Mapping[int, Sequence]) -> None:
         """What the host knows and the table does not: new requests, and tokens that were sampled on the host."""
+        admitted, behind = self._admitted, self._behind
         for g in groups:
-            sequence = sequences[g.id]
-            have = self._on_device.get(g.id)
-            if have is None:
-                self._table.admit(g.table_row, sequence.token_ids, sequence.params)
-            elif have < len(sequence.token_ids):
-                self._table.extend(g.table_row, have, sequence.token_ids[have:])
-            self._on_device[g.id] = max(have or 0, len(sequence.token_ids))
+            request_id = g.id
+            if request_id not in admitted:
+                self._table.admit(g.table_row, sequences[request_id].token_ids, sequences[request_id].params)
+                admitted.add(request_id)
+            elif behind and (have := behind.pop(request_id, None)) is not None:
+                tokens = sequences[request_id].token_ids
+                if have < len(tokens):
+                    self._table.extend(g.table_row, have, tokens[have:])
 
     def results(self, step: int, count: int) -> list[int]:
         self.core.wait_foreground(step)
@@ -169,4 +171,5 @@ class CudaRunner(Runner):
         return self._used[step % 2, :count].tolist()
 
     def forget(self, request_id: int) -> None:
-        self._on_device.pop(request_id, None)
+        self._admitted.discard(request_id)
+        self._behind.pop(request_id, None)

@@ -22,7 +22,7 @@ from oasiskv.draft import DraftRequest, make_drafter
 from oasiskv.engine.cuda_runner import CudaRunner, require_cuda
 from oasiskv.engine.loaded import LoadedModel, load_model
 from oasiskv.engine.machine import check_pools_fit, usable_cpus
-from oasiskv.engine.runner import CpuRunner, Groups, Runner
+from oasiskv.engine.runner import CpuRunner, Runner
 from oasiskv.engine.sampler import Sampled, Sampler, SampleRow
 from oasiskv.engine.sampling import SamplingParams
 from oasiskv.engine.sequence import RequestOutput, Sequence
@@ -72,10 +72,11 @@ def core_config(config: EngineConfig, model: ModelConfig) -> _core.CoreConfig:
 
 @dataclass
 class _Launched:
-    """A step whose tokens are not read yet."""
+    """A step whose tokens are not read yet: the requests that get one, and those that were planned with drafts, in the runner's order."""
 
     step: int
-    groups: Groups
+    sampling: list[int]
+    drafting: list[int]
 
 
 class Engine:
@@ -183,32 +184,33 @@ class Engine:
             return None
         try:
             self._runner.launch(groups, self._sequences)
-            self._core.commit({g.id: 1 for g in groups if g.logits_rows})
+            sampling = [g.id for g in groups if g.logits_rows]
+            self._core.commit(dict.fromkeys(sampling, 1))
         finally:
             self._core.abort_step()  # does nothing once the step is committed
-        return _Launched(self._core.last_step, groups)
+        return _Launched(self._core.last_step, sampling, [g.id for g in groups if g.drafts])
 
     def _collect(self) -> list[RequestOutput]:
         """The tokens of the step launched before."""
         pending, self._pending = self._pending, None
         if pending is None:
             return []
-        sampling = [g for g in pending.groups if g.logits_rows]
-        tokens = self._runner.results(pending.step, len(sampling))
-        drafting = [g for g in pending.groups if g.drafts]
-        for g, used in zip(drafting, self._runner.drafts_used(pending.step, len(drafting)), strict=True):
-            if g.id in self._sequences:
-                self._sequences[g.id].drafted += used
+        tokens = self._runner.results(pending.step, len(pending.sampling))
+        sequences = self._sequences
+        for i, used in zip(pending.drafting, self._runner.drafts_used(pending.step, len(pending.drafting)), strict=True):
+            if i in sequences:
+                sequences[i].drafted += used
         outputs: dict[int, RequestOutput] = {}
         broken: dict[int, str] = {}
-        for g, token in zip(sampling, tokens, strict=True):
-            sequence = self._sequences.get(g.id)
+        for i, token in zip(pending.sampling, tokens, strict=True):
+            sequence = sequences.get(i)
             if sequence is None:  # it has ended since
                 continue
             if token < 0:
-                broken[g.id] = _NOT_FINITE
+                broken[i] = _NOT_FINITE
             else:
-                sequence.append(Sampled(token), outputs.setdefault(g.id, RequestOutput(g.id)))
+                outputs[i] = output = RequestOutput(i)
+                sequence.append(Sampled(token), output)
         return self._close(outputs, broken, pending.step)
 
     def _whole_step(self) -> list[RequestOutput]:

@@ -26,7 +26,7 @@ class SampleRow:
         return len(self.token_ids) - self.prompt_tokens
 
 
-@dataclass
+@dataclass(slots=True)
 class Sampled:
     """logprob and top_logprobs [(id, logprob)] are of the distribution after penalties, before temperature; only if asked for."""
 

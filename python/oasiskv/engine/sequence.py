@@ -11,7 +11,7 @@ from oasiskv.engine.sampling import SamplingParams
 from oasiskv.tokenizer import IncrementalDetokenizer
 
 
-@dataclass
+@dataclass(slots=True)
 class RequestOutput:
     """What a request yielded since its last output: whole tokens, with the text they stand for.
 
@@ -106,12 +106,13 @@ class Sequence:
         self._last_token = time.perf_counter()
         if self._first_token is None:
             self._first_token = self._last_token
-        token = sampled.token_id
+        token, params = sampled.token_id, self.params
         self.token_ids.append(token)
         self._hidden_ids.append(token)
-        self._hidden_logprobs.append(sampled)
-        long_enough = self.generated >= self.params.min_tokens
-        if token in self._stops and long_enough:
+        if params.logprobs is not None:
+            self._hidden_logprobs.append(sampled)
+        generated = self.generated
+        if token in self._stops and generated >= params.min_tokens:
             self.finish_reason = "stop"
             self._take_rest()
         else:
@@ -119,7 +120,7 @@ class Sequence:
             self._hidden_text += text
             if met:
                 self.finish_reason = "stop"
-            elif self.generated >= self.params.max_tokens:
+            elif generated >= params.max_tokens:
                 self.finish_reason = "length"
                 self._take_rest()
         if self.finish_reason or (self._detokenizer.complete and not self._stop_text.holding):
@@ -133,8 +134,7 @@ class Sequence:
     def _show(self, output: RequestOutput) -> None:
         output.text += self._hidden_text
         output.token_ids += self._hidden_ids
-        if self.params.logprobs is not None:
-            output.logprobs += self._hidden_logprobs
+        output.logprobs += self._hidden_logprobs
         self._hidden_text, self._hidden_ids, self._hidden_logprobs = "", [], []
 
     def cut_short(self, reason: str, error: str | None, stats: dict[str, Any]) -> RequestOutput:

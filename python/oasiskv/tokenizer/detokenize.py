@@ -21,19 +21,24 @@ class IncrementalDetokenizer:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
+        self._partial = False  # it holds a part of a character
         self._ids: list[int] = []  # of the window and what is not out yet
         self._shown = 0  # of them, those whose text is out
 
     @property
     def complete(self) -> bool:
         """Whether the text of every pushed token is out."""
-        return self._shown == len(self._ids) and not self._bytes.getstate()[0]
+        return self._shown == len(self._ids) and not self._partial
 
     def push(self, token_id: int) -> str:
         """Text that became certain with this token; empty while a character is incomplete."""
         piece = self._tokenizer.token_bytes(token_id)
         if piece is not None:
-            return self._bytes.decode(piece)
+            if piece.isascii() and not self._partial:
+                return piece.decode()
+            text = self._bytes.decode(piece)
+            self._partial = bool(self._bytes.getstate()[0])
+            return text
         self._ids.append(token_id)
         text = self._new_text()
         return "" if text.endswith(_REPLACEMENT) else self._advance(text)
@@ -41,6 +46,7 @@ class IncrementalDetokenizer:
     def flush(self) -> str:
         """What is left, with U+FFFD for an incomplete character."""
         left = self._bytes.decode(b"", final=True)
+        self._partial = False
         return left + self._advance(self._new_text())
 
     def _new_text(self) -> str:
