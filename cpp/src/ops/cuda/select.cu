@@ -16,10 +16,9 @@ namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kRankBits = 48, kDigitBits = 10, kBins = 1 << kDigitBits;
-constexpr int kMostBlocks = 65535;         // a block and a slot share 32 bits of a list's entry
-constexpr int64_t kMostBytes = 226 << 10;  // of shared memory, less the static part
-constexpr int64_t kStagedBytes = 100
-                                 << 10;  // two CTAs an SM; above, the scores stay where they are
+constexpr int kMostBlocks = 65535;           // a block and a slot share 32 bits of a list's entry
+constexpr int64_t kMostBytes = 226 << 10;    // of shared memory, less the static part
+constexpr int64_t kStagedBytes = 100 << 10;  // two CTAs an SM; above, scores stay where they are
 
 // Of a CTA without its scores: keys and two bit maps over the blocks, the bins (later two lists of
 // the working set), two more lists, and what the lanes add up.
@@ -33,10 +32,6 @@ __host__ __device__ int64_t fixed_bytes(int top_k, int max_blocks, int max_lanes
 __device__ uint32_t key_of(float x) { return x != x ? 0 : ordered_bits(x); }
 __device__ uint64_t rank_of(uint32_t key, int block) {
   return static_cast<uint64_t>(key) << 16 | (0xffff - block);
-}
-
-__device__ float warp_max(float x) {  // x is not NaN
-  return from_ordered_bits(__reduce_max_sync(~0u, ordered_bits(x)));
 }
 
 __device__ uint64_t warp_min(uint64_t x) {
@@ -65,7 +60,7 @@ __device__ void each(int n, F f) {
 struct Shared {
   float* scores;   // [lane][stride]: here if they fit, else where they came from
   uint32_t* keys;  // [blocks], in place of the first lane's scores if those are here
-  uint32_t* bins;  // [kBins], how many ranks have each value of a digit, the largest first
+  int32_t* bins;   // [kBins], how many ranks have each value of a digit, the largest first
   uint64_t *missing, *victims;  // [top_k], in place of the bins: what is left to choose from
   int32_t *slots, *steps;       // [top_k], the block in each slot and when it was last selected
   uint32_t *wanted, *resident;  // bit maps [blocks / 32]
@@ -88,7 +83,7 @@ __device__ void load_all(const Select& s, const Predictor& p, float* from, int l
     sh.slots[i] = s.slot_blocks[row + i];
     sh.steps[i] = s.slot_steps[row + i];
   });
-  each(kBins / 4, [&](int i) { reinterpret_cast<uint4*>(sh.bins)[i] = {0, 0, 0, 0}; });
+  each(kBins / 4, [&](int i) { reinterpret_cast<int4*>(sh.bins)[i] = {0, 0, 0, 0}; });
   each((p.blocks + 31) / 32, [&](int w) { sh.resident[w] = 0; });
   if constexpr (kStaged) wait_copies<0>();
   __syncthreads();
@@ -127,32 +122,24 @@ __device__ void lane_terms(const Select& s, const Predictor& p, int lanes, const
         for (int k = 0; k < kTogether; ++k)
           v[k] = reinterpret_cast<const float4*>(sh.scores + min(l0 + k, lanes - 1) * p.stride)[i];
 #pragma unroll
-        for (int k = 0; k < kTogether; ++k) {
-          float* e = reinterpret_cast<float*>(&v[k]);
+        for (int j = 0; j < 4 * kTogether; ++j) {
+          float& x = reinterpret_cast<float*>(v)[j];
+          if (pass == 1) x = exp2f(x * scale - top[j / 4]);
+          mine[j / 4] = pass == 0 ? fmaxf(mine[j / 4], x) : mine[j / 4] + x;
+        }
 #pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            if (pass == 0) {
-              mine[k] = fmaxf(mine[k], e[j]);
-            } else {
-              e[j] = exp2f(e[j] * scale - top[k]);
-              mine[k] += e[j];
-            }
-          }
+        for (int k = 0; k < kTogether; ++k)
           if (kStaged && pass == 1 && l0 + k < lanes)
             reinterpret_cast<float4*>(sh.scores + (l0 + k) * p.stride)[i] = v[k];
-        }
       });
-      if (pass == 0) {
+      for (int i = 16; pass == 1 && i > 0; i /= 2)
 #pragma unroll
-        for (int k = 0; k < kTogether; ++k) mine[k] = warp_max(mine[k]);
-      } else {
-        for (int i = 16; i > 0; i /= 2)
+        for (int k = 0; k < kTogether; ++k) mine[k] += __shfl_xor_sync(~0u, mine[k], i);
 #pragma unroll
-          for (int k = 0; k < kTogether; ++k) mine[k] += __shfl_xor_sync(~0u, mine[k], i);
-      }
-#pragma unroll
-      for (int k = 0; k < kTogether; ++k)
+      for (int k = 0; k < kTogether; ++k) {
+        if (pass == 0) mine[k] = from_ordered_bits(__reduce_max_sync(~0u, ordered_bits(mine[k])));
         if (threadIdx.x % 32 == 0 && l0 + k < lanes) parts[warp * s.max_lanes + l0 + k] = mine[k];
+      }
     }
     __syncthreads();
     each(lanes, [&](int l) {
@@ -168,24 +155,24 @@ __device__ void lane_terms(const Select& s, const Predictor& p, int lanes, const
 }
 
 // The keys of four blocks from `block` on.
-template <bool kStaged, GroupCombine kCombine>
+template <bool kStaged, bool kSoftmax>
 __device__ uint4 combined_keys(const Select& s, const Predictor& p, int block, const Shared& sh) {
   const float scale = power_scale(s);
   float best[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
   int l = 0;
   for (int r = 0; r < p.staged_rows; ++r) {
-    const float start = kCombine == GroupCombine::kMax ? -INFINITY : 0.0f;
+    const float start = s.combine == GroupCombine::kMax ? -INFINITY : 0.0f;
     float group[4] = {start, start, start, start};
-#pragma unroll 4
+#pragma unroll(kSoftmax ? 4 : 1)
     for (int g = 0; g < s.heads.group; ++g, ++l) {
       const float4 v = *reinterpret_cast<const float4*>(sh.scores + l * p.stride + block);
       const float x[4] = {v.x, v.y, v.z, v.w};
-      if constexpr (kCombine == GroupCombine::kSoftmaxSum) {
+      if constexpr (kSoftmax) {
         const float top = kStaged ? 0.0f : sh.terms[l], inverse = sh.terms[s.max_lanes + l];
 #pragma unroll
         for (int k = 0; k < 4; ++k)
           group[k] += (kStaged ? x[k] : exp2f(x[k] * scale - top)) * inverse;
-      } else if constexpr (kCombine == GroupCombine::kSum) {
+      } else if (s.combine == GroupCombine::kSum) {
 #pragma unroll
         for (int k = 0; k < 4; ++k) group[k] += x[k];
       } else {
@@ -207,7 +194,7 @@ __device__ uint4 combined_keys(const Select& s, const Predictor& p, int block, c
 // Counts, of four blocks from `block` on, those whose ranks are the bound's from bit `known` up, by
 // the digit at bit `shift`.
 __device__ void count_digits(uint4 four, int block, int n, uint64_t bound, int known, int shift,
-                             uint32_t* bins) {
+                             int32_t* bins) {
   const uint32_t keys[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
@@ -227,11 +214,10 @@ __device__ uint64_t top_bound(int n, int count, const Shared& sh) {
   int room = count;  // of those whose ranks begin like the bound, so many are in
   for (int shift = kRankBits - kDigitBits;;) {
     __syncthreads();
-    uint4* mine = reinterpret_cast<uint4*>(sh.bins) + threadIdx.x;
-    const uint4 v = *mine;
+    int4* mine = reinterpret_cast<int4*>(sh.bins) + threadIdx.x;
+    const int4 v = *mine;
     *mine = {0, 0, 0, 0};
-    const int sizes[4] = {static_cast<int>(v.x), static_cast<int>(v.y), static_cast<int>(v.z),
-                          static_cast<int>(v.w)};
+    const int sizes[4] = {v.x, v.y, v.z, v.w};
     const int all = sizes[0] + sizes[1] + sizes[2] + sizes[3];
     int before = warp_prefix(all);
     if (threadIdx.x % 32 == 31) totals[warp] = before;
@@ -331,7 +317,7 @@ __device__ void take_smallest(const uint64_t* list, int n, int take, uint16_t* t
   }
 }
 
-template <bool kStaged, GroupCombine kCombine>
+template <bool kStaged, bool kSoftmax>
 __global__ void __launch_bounds__(kThreads, 5) select_kernel(Select s) {
   extern __shared__ __align__(16) char memory[];
   __shared__ int counts[3];
@@ -343,7 +329,7 @@ __global__ void __launch_bounds__(kThreads, 5) select_kernel(Select s) {
   Shared sh;
   sh.scores = reinterpret_cast<float*>(memory);
   sh.keys = reinterpret_cast<uint32_t*>(memory);
-  sh.bins = sh.keys + (kStaged ? s.max_lanes : 1) * words * 32;
+  sh.bins = reinterpret_cast<int32_t*>(sh.keys + (kStaged ? s.max_lanes : 1) * words * 32);
   sh.missing = reinterpret_cast<uint64_t*>(sh.bins);
   sh.victims = sh.missing + most;
   sh.slots = reinterpret_cast<int32_t*>(sh.bins + max(4 * most, kBins));
@@ -356,9 +342,9 @@ __global__ void __launch_bounds__(kThreads, 5) select_kernel(Select s) {
   const int64_t row = (static_cast<int64_t>(p.request) * s.heads.num_kv_heads + head) * s.top_k;
   load_all<kStaged>(s, p, s.scores + p.scores0 + static_cast<int64_t>(head) * lanes * p.stride,
                     lanes, row, sh);
-  if constexpr (kCombine == GroupCombine::kSoftmaxSum) lane_terms<kStaged>(s, p, lanes, sh);
+  if constexpr (kSoftmax) lane_terms<kStaged>(s, p, lanes, sh);
   each((p.blocks + 3) / 4, [&](int i) {
-    const uint4 keys = combined_keys<kStaged, kCombine>(s, p, 4 * i, sh);
+    const uint4 keys = combined_keys<kStaged, kSoftmax>(s, p, 4 * i, sh);
     reinterpret_cast<uint4*>(sh.keys)[i] = keys;  // over scores that nobody else reads
     count_digits(keys, 4 * i, p.blocks, 0, kRankBits, kRankBits - kDigitBits, sh.bins);
   });
@@ -382,9 +368,8 @@ __global__ void __launch_bounds__(kThreads, 5) select_kernel(Select s) {
   } else if (threadIdx.x == 64) {
     counts[2] = atomicAdd(s.num_copies, admitted);
     auto* stats = reinterpret_cast<unsigned long long*>(s.stats) + 4ll * p.request;
-    atomicAdd(stats, static_cast<unsigned long long>(count));
-    atomicAdd(stats + 1, static_cast<unsigned long long>(admitted));
-    atomicAdd(stats + 2, static_cast<unsigned long long>(missing - admitted));
+    const int more[] = {count, admitted, missing - admitted};
+    for (int i = 0; i < 3; ++i) atomicAdd(stats + i, static_cast<unsigned long long>(more[i]));
   }
   __syncthreads();
   const int unit_bytes = 2 * kBlockTokens * s.heads.head_dim * s.element_bytes;
@@ -400,30 +385,14 @@ __global__ void __launch_bounds__(kThreads, 5) select_kernel(Select s) {
   });
 }
 
-template <bool kStaged, GroupCombine kCombine>
+template <bool kStaged, bool kSoftmax>
 void launch(const Select& s, int64_t bytes, cudaStream_t stream) {
-  const auto kernel = select_kernel<kStaged, kCombine>;
-  static int64_t allowed = 47 << 10;  // what needs no asking, less the static part
-  if (bytes > allowed) {
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               static_cast<int>(bytes)),
-          "select: shared memory for max_blocks and top_k");
-    allowed = bytes;
-  }
+  const auto kernel = select_kernel<kStaged, kSoftmax>;
+  static const cudaError_t allowed =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostBytes);
+  check(allowed, "select: shared memory");
   kernel<<<dim3(s.heads.num_kv_heads, s.max_predictors), kThreads, bytes, stream>>>(s);
-  check(cudaGetLastError(), "select");
-}
-
-template <bool kStaged>
-void dispatch(const Select& s, int64_t bytes, cudaStream_t stream) {
-  switch (s.combine) {
-    case GroupCombine::kSoftmaxSum:
-      return launch<kStaged, GroupCombine::kSoftmaxSum>(s, bytes, stream);
-    case GroupCombine::kMax:
-      return launch<kStaged, GroupCombine::kMax>(s, bytes, stream);
-    case GroupCombine::kSum:
-      return launch<kStaged, GroupCombine::kSum>(s, bytes, stream);
-  }
+  check(cudaGetLastError(), "select: launch, or shared memory for max_blocks and top_k");
 }
 
 }  // namespace
@@ -431,12 +400,13 @@ void dispatch(const Select& s, int64_t bytes, cudaStream_t stream) {
 void select(const Select& s, cudaStream_t stream) {
   if (s.max_blocks > kMostBlocks) refuse("select: max_blocks", s.max_blocks, "at most 65535");
   const int64_t fixed = fixed_bytes(s.top_k, s.max_blocks, s.max_lanes);
-  // The first lane's are where the keys come.
+  // Room for the first lane's is there: the keys'.
   const int64_t scores = 4ll * (s.max_lanes - 1) * ((s.max_blocks + 31) / 32) * 32;
-  if (fixed + scores <= kStagedBytes)
-    dispatch<true>(s, fixed + scores, stream);
-  else
-    dispatch<false>(s, fixed, stream);
+  const bool staged = fixed + scores <= kStagedBytes;
+  const auto run = s.combine == GroupCombine::kSoftmaxSum
+                       ? (staged ? launch<true, true> : launch<false, true>)
+                       : (staged ? launch<true, false> : launch<false, false>);
+  run(s, staged ? fixed + scores : fixed, stream);
 }
 
 int select_max_blocks(int top_k, int max_lanes) {
