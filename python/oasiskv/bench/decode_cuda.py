@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from oasiskv.bench.arm import Arm, say
-from oasiskv.bench.kernels import Read, paired
 from oasiskv.bench.synthetic import SyntheticRunner
+from oasiskv.bench.timing import Read, paired
 from oasiskv.config import BLOCK_TOKENS, EngineConfig
 from oasiskv.engine.cuda_runner import CudaRunner, make_decoder, require_cuda
 from oasiskv.engine.engine import Engine, core_config

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from oasiskv import _core
-from oasiskv.bench.kernels import Read, Run, paired
+from oasiskv.bench.timing import Read, Run, paired
 from oasiskv.engine.cuda_runner import require_cuda
 from oasiskv.engine.sampling import SamplingParams
 from oasiskv.engine.token_table import TokenTable

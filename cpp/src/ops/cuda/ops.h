@@ -99,7 +99,7 @@ struct Select {
   Heads heads;
   GroupCombine combine;
   int top_k, fetch_cap, sink_blocks, element_bytes;
-  float* scores;
+  float* scores;  // as score leaves them; what lies beyond a lane's blocks may be overwritten
   const Predictor* predictors;
   const int32_t* num_predictors;
   // The grid and the shared memory: a captured launch serves any number up to these. Lanes: staged

@@ -1,11 +1,12 @@
 // Top-K of the scores, and what of it is fetched: the delta selection of docs/design.md, section 5.
 //
-// Grid: (KV head, predictor), one CTA each. Keys lie in shared memory, ordered so that the larger
-// wins; ties go to the lower block. Sets are bit maps over the blocks. Everything is a total order:
-// no result depends on timing.
+// Grid: (KV head, predictor), one CTA each. A block's rank is its key, larger for a larger score,
+// then the lower block: no two are equal, so no result depends on timing. Sets are bit maps over
+// the blocks.
 //
-// Bytes: 4 a lane and block read from L2. The floor is latency: three passes over the scores, four
-// histograms for the four bytes of the K-th largest key, and C rounds of choosing.
+// Bytes: 4 a lane and block read from L2. The floor is latency: three passes over the scores, two
+// or three digits of the K-th largest rank, and C rounds of choosing. As many CTAs as possible fit
+// an SM (five at 2,048 blocks of four lanes), so that a full batch is one wave.
 #include "ops/cuda/check.h"
 #include "ops/cuda/ops.h"
 #include "ops/cuda/types.cuh"
@@ -14,45 +15,56 @@ namespace oasis::cuda {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr int64_t kStagedBytes = 100
-                                 << 10;  // two CTAs an SM; above, the scores stay where they are
+constexpr int kRankBits = 48, kDigitBits = 10, kBins = 1 << kDigitBits;
+constexpr int kMostBlocks = 65535;           // a block and a slot share 32 bits of a list's entry
+constexpr int64_t kMostBytes = 226 << 10;    // of shared memory, less the static part
+constexpr int64_t kStagedBytes = 100 << 10;  // two CTAs an SM; above, scores stay where they are
 
-constexpr int kMostBlocks = 65535;         // a block and a slot share 32 bits of a list's entry
-constexpr int64_t kMostBytes = 224 << 10;  // of shared memory, less the static part
-
-// Of a CTA without its scores: keys and two bit maps over the blocks, four lists of the working
-// set, and what the lanes add up.
+// Of a CTA without its scores: keys and two bit maps over the blocks, the bins (later two lists of
+// the working set), two more lists, and what the lanes add up.
 __host__ __device__ int64_t fixed_bytes(int top_k, int max_blocks, int max_lanes) {
-  return 24ll * (top_k < max_blocks ? top_k : max_blocks) + 4ll * ((max_blocks + 31) / 32 * 34) +
-         4ll * max_lanes * (2 + kWarps);
+  const int64_t most = top_k < max_blocks ? top_k : max_blocks;
+  const int64_t lists = 16 * most > 4 * kBins ? 16 * most : 4 * kBins;
+  return lists + 8 * most + 4ll * ((max_blocks + 31) / 32 * 34) + 4ll * max_lanes * (2 + kWarps);
 }
 
 // Larger float, larger key; NaN below all. Sinks above all.
 __device__ uint32_t key_of(float x) { return x != x ? 0 : ordered_bits(x); }
-
-__device__ float warp_max(float x) {
-  for (int i = 16; i > 0; i /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, i));
-  return x;
-}
-__device__ float warp_sum(float x) {
-  for (int i = 16; i > 0; i /= 2) x += __shfl_xor_sync(~0u, x, i);
-  return x;
+__device__ uint64_t rank_of(uint32_t key, int block) {
+  return static_cast<uint64_t>(key) << 16 | (0xffff - block);
 }
 
-// The smaller of two (value, index) pairs across the warp, in every lane.
-__device__ void warp_min(uint64_t& value) {
-  for (int i = 16; i > 0; i /= 2) {
-    const uint64_t other = __shfl_xor_sync(~0u, value, i);
-    value = other < value ? other : value;
+__device__ uint64_t warp_min(uint64_t x) {
+  const uint32_t high = static_cast<uint32_t>(x >> 32);
+  const uint32_t best = __reduce_min_sync(~0u, high);
+  const uint32_t low = __reduce_min_sync(~0u, high == best ? static_cast<uint32_t>(x) : ~0u);
+  return static_cast<uint64_t>(best) << 32 | low;
+}
+
+// The sum over the warp's threads up to this one.
+__device__ int warp_prefix(int x) {
+  for (int i = 1; i < 32; i *= 2) {
+    const int other = __shfl_up_sync(~0u, x, i);
+    if (static_cast<int>(threadIdx.x % 32) >= i) x += other;
   }
+  return x;
+}
+
+// For each i < n, by all threads; not unrolled: few rounds, and what runs once should be short.
+template <class F>
+__device__ void each(int n, F f) {
+#pragma unroll 1
+  for (int i = threadIdx.x; i < n; i += kThreads) f(i);
 }
 
 struct Shared {
-  uint32_t *keys, *wanted, *resident;  // keys [blocks]; bit maps [blocks / 32]
-  uint64_t *missing, *victims;         // [top_k], what is left to choose from, smallest first
-  int32_t *slots, *steps;  // [top_k], the block in each slot and when it was last selected
-  float* terms;            // softmax_sum: [lane] maxima, [lane] sums, [warp][lane] parts
-  float* scores;           // [lane][stride]: here if they fit, else where they came from
+  float* scores;   // [lane][stride]: here if they fit, else where they came from
+  uint32_t* keys;  // [blocks], in place of the first lane's scores if those are here
+  int32_t* bins;   // [kBins], how many ranks have each value of a digit, the largest first
+  uint64_t *missing, *victims;  // [top_k], in place of the bins: what is left to choose from
+  int32_t *slots, *steps;       // [top_k], the block in each slot and when it was last selected
+  uint32_t *wanted, *resident;  // bit maps [blocks / 32]
+  float* terms;                 // softmax_sum: [lane] maxima, [lane] sums, [warp][lane] parts
 };
 
 // Everything that is read at all, at once: the latency of device memory is paid once.
@@ -60,76 +72,102 @@ template <bool kStaged>
 __device__ void load_all(const Select& s, const Predictor& p, float* from, int lanes, int64_t row,
                          Shared& sh) {
   if constexpr (kStaged) {
-    const float4* x = reinterpret_cast<const float4*>(from);
-    float4* to = reinterpret_cast<float4*>(sh.scores);
-#pragma unroll 8
-    for (int i = threadIdx.x; i < lanes * p.stride / 4; i += kThreads) to[i] = x[i];
+    const uint32_t to = shared_address(sh.scores);
+    for (int i = threadIdx.x; i < lanes * p.stride / 4; i += kThreads)
+      copy_async(to + 16 * i, from + 4 * i);
+    commit_copies();
   } else {
     sh.scores = from;
   }
-  for (int i = threadIdx.x; i < p.slots; i += kThreads) {
+  each(p.slots, [&](int i) {
     sh.slots[i] = s.slot_blocks[row + i];
     sh.steps[i] = s.slot_steps[row + i];
-  }
+  });
+  each(kBins / 4, [&](int i) { reinterpret_cast<int4*>(sh.bins)[i] = {0, 0, 0, 0}; });
+  each((p.blocks + 31) / 32, [&](int w) { sh.resident[w] = 0; });
+  if constexpr (kStaged) wait_copies<0>();
   __syncthreads();
+  each(p.slots, [&](int i) { atomicOr(&sh.resident[sh.slots[i] / 32], 1u << sh.slots[i] % 32); });
+  // Scores are read in fours: what lies beyond the last must not count. Its reader hides it.
+  const int last = p.blocks / 4;
+  if (static_cast<int>(threadIdx.x) == last % kThreads)
+    for (int l = 0; l < lanes; ++l)
+      for (int i = p.blocks; i % 4; ++i) sh.scores[l * p.stride + i] = -INFINITY;
+}
+
+__device__ float power_scale(const Select& s) {  // softmax in powers of two
+  return 1.44269504f * rsqrtf(static_cast<float>(s.heads.head_dim));
 }
 
 // The terms of softmax_sum: each lane's maximum, and its powers in place of its scores with the
 // inverse of their sum. In a fixed order.
 template <bool kStaged>
 __device__ void lane_terms(const Select& s, const Predictor& p, int lanes, const Shared& sh) {
-  const float scale = 1.44269504f * rsqrtf(static_cast<float>(s.heads.head_dim));  // powers of two
+  constexpr int kTogether = 4;  // lanes at once, so that latencies overlap
+  const float scale = power_scale(s);
   float *tops = sh.terms, *sums = tops + s.max_lanes, *parts = sums + s.max_lanes;
   const int warp = threadIdx.x / 32;
-  for (int pass = 0; pass < 2; ++pass) {
-    for (int l = 0; l < lanes; ++l) {
-      float4* x = reinterpret_cast<float4*>(sh.scores + l * p.stride);
-      float mine = pass == 0 ? -INFINITY : 0.0f;
-      const float top = pass == 0 ? 0.0f : tops[l];
-      for (int i = threadIdx.x; 4 * i < p.blocks; i += kThreads) {
-        float4 v = x[i];
-        float* e = reinterpret_cast<float*>(&v);
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          const bool known = 4 * i + k < p.blocks;
-          if (pass == 0) {
-            mine = known ? fmaxf(mine, e[k] * scale) : mine;
-          } else {
-            e[k] = exp2f(e[k] * scale - top);
-            mine += known ? e[k] : 0.0f;
-          }
-        }
-        if (kStaged && pass == 1) x[i] = v;
+  for (int pass = 0; pass < 2; ++pass) {
+    for (int l0 = 0; l0 < lanes; l0 += kTogether) {
+      float mine[kTogether], top[kTogether];
+#pragma unroll
+      for (int k = 0; k < kTogether; ++k) {
+        mine[k] = pass == 0 ? -INFINITY : 0.0f;
+        top[k] = pass == 0 ? 0.0f : tops[min(l0 + k, lanes - 1)];
       }
-      mine = pass == 0 ? warp_max(mine) : warp_sum(mine);
-      if (threadIdx.x % 32 == 0) parts[warp * s.max_lanes + l] = mine;
+      each((p.blocks + 3) / 4, [&](int i) {
+        float4 v[kTogether];
+#pragma unroll
+        for (int k = 0; k < kTogether; ++k)
+          v[k] = reinterpret_cast<const float4*>(sh.scores + min(l0 + k, lanes - 1) * p.stride)[i];
+#pragma unroll
+        for (int j = 0; j < 4 * kTogether; ++j) {
+          float& x = reinterpret_cast<float*>(v)[j];
+          if (pass == 1) x = exp2f(x * scale - top[j / 4]);
+          mine[j / 4] = pass == 0 ? fmaxf(mine[j / 4], x) : mine[j / 4] + x;
+        }
+#pragma unroll
+        for (int k = 0; k < kTogether; ++k)
+          if (kStaged && pass == 1 && l0 + k < lanes)
+            reinterpret_cast<float4*>(sh.scores + (l0 + k) * p.stride)[i] = v[k];
+      });
+      for (int i = 16; pass == 1 && i > 0; i /= 2)
+#pragma unroll
+        for (int k = 0; k < kTogether; ++k) mine[k] += __shfl_xor_sync(~0u, mine[k], i);
+#pragma unroll
+      for (int k = 0; k < kTogether; ++k) {
+        if (pass == 0) mine[k] = from_ordered_bits(__reduce_max_sync(~0u, ordered_bits(mine[k])));
+        if (threadIdx.x % 32 == 0 && l0 + k < lanes) parts[warp * s.max_lanes + l0 + k] = mine[k];
+      }
     }
     __syncthreads();
-    for (int l = threadIdx.x; l < lanes; l += kThreads) {
+    each(lanes, [&](int l) {
       float all = parts[l];
       for (int w = 1; w < kWarps; ++w) {
         const float other = parts[w * s.max_lanes + l];
         all = pass == 0 ? fmaxf(all, other) : all + other;
       }
-      (pass == 0 ? tops : sums)[l] = pass == 0 ? all : 1.0f / all;
-    }
+      (pass == 0 ? tops : sums)[l] = pass == 0 ? all * scale : 1.0f / all;
+    });
     __syncthreads();
   }
 }
 
 // The keys of four blocks from `block` on.
-template <bool kStaged>
+template <bool kStaged, bool kSoftmax>
 __device__ uint4 combined_keys(const Select& s, const Predictor& p, int block, const Shared& sh) {
-  const float scale = 1.44269504f * rsqrtf(static_cast<float>(s.heads.head_dim));
+  const float scale = power_scale(s);
   float best[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
   int l = 0;
   for (int r = 0; r < p.staged_rows; ++r) {
     const float start = s.combine == GroupCombine::kMax ? -INFINITY : 0.0f;
     float group[4] = {start, start, start, start};
+#pragma unroll(kSoftmax ? 4 : 1)
     for (int g = 0; g < s.heads.group; ++g, ++l) {
       const float4 v = *reinterpret_cast<const float4*>(sh.scores + l * p.stride + block);
       const float x[4] = {v.x, v.y, v.z, v.w};
-      if (s.combine == GroupCombine::kSoftmaxSum) {
+      if constexpr (kSoftmax) {
         const float top = kStaged ? 0.0f : sh.terms[l], inverse = sh.terms[s.max_lanes + l];
 #pragma unroll
         for (int k = 0; k < 4; ++k)
@@ -149,245 +187,212 @@ __device__ uint4 combined_keys(const Select& s, const Predictor& p, int block, c
   }
   uint32_t keys[4];
 #pragma unroll
-  for (int k = 0; k < 4; ++k)
-    keys[k] = block + k >= p.blocks ? 0 : block + k < s.sink_blocks ? ~0u : key_of(best[k]);
+  for (int k = 0; k < 4; ++k) keys[k] = block + k < s.sink_blocks ? ~0u : key_of(best[k]);
   return {keys[0], keys[1], keys[2], keys[3]};
 }
 
-// wanted: the bit map of the top `count` blocks. Byte by byte from the top: how many keys with the
-// bytes so far have each next byte.
-__device__ void top_blocks(int n, int count, const Shared& sh, uint32_t* bins) {
-  __shared__ uint32_t totals[kWarps], found[2];
-  static_assert(kThreads == 256);  // a bin a thread
-  const int warp = threadIdx.x / 32, in_warp = threadIdx.x % 32;
-  uint32_t bound = 0, room = count;  // at least `count` keys reach the bound; of those with its
-                                     // bytes so far, `room` are in
-  bool exact = false;                // just as many reach it
-  for (int shift = 24; shift >= 0 && !exact; shift -= 8) {
-    bins[threadIdx.x] = 0;
-    __syncthreads();
-    for (int i = threadIdx.x; 4 * i < n; i += kThreads) {
-      const uint4 v = reinterpret_cast<const uint4*>(sh.keys)[i];
-      const uint32_t keys[4] = {v.x, v.y, v.z, v.w};
+// Counts, of four blocks from `block` on, those whose ranks are the bound's from bit `known` up, by
+// the digit at bit `shift`.
+__device__ void count_digits(uint4 four, int block, int n, uint64_t bound, int known, int shift,
+                             int32_t* bins) {
+  const uint32_t keys[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
-      for (int k = 0; k < 4; ++k)
-        if (4 * i + k < n && (shift == 24 || keys[k] >> (shift + 8) == bound >> (shift + 8)))
-          atomicAdd(&bins[255 - (keys[k] >> shift & 255)], 1);  // the largest byte first
-    }
-    __syncthreads();
-    const uint32_t mine = bins[threadIdx.x];
-    uint32_t reach = mine;
-    for (int i = 1; i < 32; i *= 2) {
-      const uint32_t other = __shfl_up_sync(~0u, reach, i);
-      if (in_warp >= i) reach += other;
-    }
-    if (in_warp == 31) totals[warp] = reach;
-    __syncthreads();
-    for (int w = 0; w < warp; ++w) reach += totals[w];
-    if (reach >= room && reach - mine < room) {
-      found[0] = 255 - threadIdx.x;
-      found[1] = room - (reach - mine) | (reach == room ? 1u << 31 : 0);
-    }
-    __syncthreads();
-    bound |= found[0] << shift;
-    room = found[1] & 0x7fffffff;
-    exact = found[1] >> 31;
+  for (int k = 0; k < 4; ++k) {
+    const uint64_t rank = rank_of(keys[k], block + k);
+    if (block + k < n && rank >> known == bound >> known)
+      atomicAdd(&bins[~(rank >> shift) & (kBins - 1)], 1);
   }
-  if (exact && bound > 0) --bound;  // so that all that reach it are above
-  // Above the bound all are in; at it, the lowest blocks as long as there is room. One warp hands
-  // out what is left.
-  const int words = (n + 31) / 32, lane = threadIdx.x % 32;
-  for (int w = threadIdx.x / 32; w < words; w += kWarps) {
+}
+
+// A bound that just `count` ranks reach, found digit by digit from the top. The first digit is
+// counted already.
+__device__ uint64_t top_bound(int n, int count, const Shared& sh) {
+  static_assert(kBins == 4 * kThreads);  // four bins a thread
+  __shared__ int totals[kWarps], found[3];
+  const int warp = threadIdx.x / 32;
+  uint64_t bound = 0;
+  int room = count;  // of those whose ranks begin like the bound, so many are in
+  for (int shift = kRankBits - kDigitBits;;) {
+    __syncthreads();
+    int4* mine = reinterpret_cast<int4*>(sh.bins) + threadIdx.x;
+    const int4 v = *mine;
+    *mine = {0, 0, 0, 0};
+    const int sizes[4] = {v.x, v.y, v.z, v.w};
+    const int all = sizes[0] + sizes[1] + sizes[2] + sizes[3];
+    int before = warp_prefix(all);
+    if (threadIdx.x % 32 == 31) totals[warp] = before;
+    before -= all;
+    __syncthreads();
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) before += w < warp ? totals[w] : 0;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      if (before < room && room <= before + sizes[k]) {
+        found[0] = kBins - 1 - (4 * threadIdx.x + k);
+        found[1] = room - before;
+        found[2] = sizes[k];
+      }
+      before += sizes[k];
+    }
+    __syncthreads();
+    bound |= static_cast<uint64_t>(found[0]) << shift;
+    room = found[1];
+    if (room == found[2]) return bound;
+    const int known = shift;
+    shift = max(shift - kDigitBits, 0);
+    each((n + 3) / 4, [&](int i) {
+      count_digits(reinterpret_cast<const uint4*>(sh.keys)[i], 4 * i, n, bound, known, shift,
+                   sh.bins);
+    });
+  }
+}
+
+// wanted: the bit map of the blocks whose ranks reach the bound.
+__device__ void mark_wanted(int n, uint64_t bound, const Shared& sh) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll 4
+  for (int w = threadIdx.x / 32; w < (n + 31) / 32; w += kWarps) {
     const int i = w * 32 + lane;
-    const uint32_t key = i < n ? sh.keys[i] : 0;
-    const uint32_t above = __ballot_sync(~0u, i < n && key > bound),
-                   at = __ballot_sync(~0u, i < n && key == bound);
-    if (lane == 0) {
-      sh.wanted[w] = above;
-      sh.resident[w] = at;  // borrowed
-    }
-  }
-  __syncthreads();
-  if (threadIdx.x < 32) {
-    int above = 0;
-    for (int w = lane; w < words; w += 32) above += __popc(sh.wanted[w]);
-    int left = count - static_cast<int>(__reduce_add_sync(~0u, above));
-    for (int w0 = 0; w0 < words; w0 += 32) {
-      const int w = w0 + lane;
-      uint32_t at = w < words ? sh.resident[w] : 0;
-      int before = __popc(at);
-      for (int i = 1; i < 32; i *= 2) {
-        const int other = __shfl_up_sync(~0u, before, i);
-        if (lane >= i) before += other;
-      }
-      const int total = __shfl_sync(~0u, before, 31);
-      before -= __popc(at);
-      const int take = min(max(left - before, 0), __popc(at));
-      uint32_t taken = 0;
-      for (int i = 0; i < take; ++i) {
-        taken |= at & -at;
-        at &= at - 1;
-      }
-      if (w < words) sh.wanted[w] |= taken;
-      left -= total;
-    }
+    const uint32_t in = __ballot_sync(~0u, i < n && rank_of(sh.keys[i], i) >= bound);
+    if (lane == 0) sh.wanted[w] = in;
   }
   __syncthreads();
 }
 
-__device__ bool has(const uint32_t* bits, int i) { return bits[i / 32] >> (i % 32) & 1; }
+// A first selection: the wanted blocks in ascending order, by one warp.
+__device__ void list_wanted(int n, int count, int top_k, const Shared& sh, int32_t* to) {
+  const int words = (n + 31) / 32, lane = threadIdx.x;
+  int at = 0;
+  for (int w0 = 0; w0 < words; w0 += 32) {
+    uint32_t bits = w0 + lane < words ? sh.wanted[w0 + lane] : 0;
+    const int end = at + warp_prefix(__popc(bits));
+    for (int i = end - __popc(bits); bits; bits &= bits - 1)
+      to[i++] = (w0 + lane) * 32 + __ffs(bits) - 1;
+    at = __shfl_sync(~0u, end, 31);
+  }
+#pragma unroll 1
+  for (int i = count + lane; i < top_k; i += 32) to[i] = -1;
+}
 
-// Marks what is resident, touches what is both, lists what may go and what is missing; how many are
-// missing.
-__device__ int compare(const Predictor& p, int32_t* steps, int32_t step, const Shared& sh,
-                       int* counts) {
-  for (int w = threadIdx.x; w < (p.blocks + 31) / 32; w += kThreads) sh.resident[w] = 0;
-  __syncthreads();
-  for (int i = threadIdx.x; i < p.slots; i += kThreads) {
+// Touches what is resident and wanted, lists what may go and what is missing; counts: how many of
+// each. An entry's low bits say which it is.
+__device__ void compare(const Predictor& p, int32_t* steps, int32_t step, const int32_t* units,
+                        int unit_step, const Shared& sh, int* counts) {
+  each(p.slots, [&](int i) {
     const int block = sh.slots[i];
-    atomicOr(&sh.resident[block / 32], 1u << block % 32);
-    if (has(sh.wanted, block))
+    if (sh.wanted[block / 32] >> block % 32 & 1)
       steps[i] = step;
     else  // least recently selected first, then the lower block; the slot rides along
       sh.victims[atomicAdd(&counts[0], 1)] =
           static_cast<uint64_t>(static_cast<uint32_t>(sh.steps[i])) << 32 |
-          static_cast<uint32_t>(block);
+          static_cast<uint32_t>(block) << 16 | i;
+  });
+  // From the last thread down: the first have slots.
+  for (int w = kThreads - 1 - threadIdx.x; w < (p.blocks + 31) / 32; w += kThreads) {
+    uint32_t left = sh.wanted[w] & ~sh.resident[w];
+    int at = left ? atomicAdd(&counts[1], __popc(left)) : 0;
+    for (; left; left &= left - 1) {
+      const int block = w * 32 + __ffs(left) - 1;
+      sh.missing[at++] = ~rank_of(sh.keys[block], block);  // the highest rank first
+      asm volatile(
+          "prefetch.global.L2 [%0];" ::"l"(units + static_cast<int64_t>(block) * unit_step));
+    }
   }
   __syncthreads();
-  for (int w = threadIdx.x; w < (p.blocks + 31) / 32; w += kThreads)
-    for (uint32_t left = sh.wanted[w] & ~sh.resident[w]; left; left &= left - 1) {
-      const int block = w * 32 + __ffs(left) - 1;  // larger key first, then the lower block
-      sh.missing[atomicAdd(&counts[1], 1)] =
-          static_cast<uint64_t>(~sh.keys[block]) << 32 | static_cast<uint32_t>(block);
-    }
-  __syncthreads();
-  return counts[1];
 }
 
-// Moves the `take` smallest of list[n] to its front, in order. One warp; values are distinct.
-__device__ void order_front(uint64_t* list, int n, int take) {
-  const int lane = threadIdx.x % 32;
+// The low 16 bits of the `take` smallest of list[n], in order. One warp; values are distinct.
+__device__ void take_smallest(const uint64_t* list, int n, int take, uint16_t* to) {
+  uint64_t from = 0;
   for (int k = 0; k < take; ++k) {
     uint64_t best = ~0ull;
-    for (int i = k + lane; i < n; i += 32) best = list[i] < best ? list[i] : best;
-    warp_min(best);
-    for (int i = k + lane; i < n; i += 32)
-      if (list[i] == best) list[i] = list[k];
-    __syncwarp();
-    if (lane == 0) list[k] = best;
-    __syncwarp();
+#pragma unroll 4
+    for (int i = threadIdx.x % 32; i < n; i += 32) {
+      const uint64_t x = list[i];
+      best = x >= from && x < best ? x : best;
+    }
+    best = warp_min(best);
+    if (threadIdx.x % 32 == 0) to[k] = static_cast<uint16_t>(best);
+    from = best + 1;
   }
 }
 
-template <bool kStaged>
-__global__ void __launch_bounds__(kThreads, 4) select_kernel(Select s) {
+template <bool kStaged, bool kSoftmax>
+__global__ void __launch_bounds__(kThreads, 5) select_kernel(Select s) {
   extern __shared__ __align__(16) char memory[];
-  __shared__ uint32_t bins[256];
   __shared__ int counts[3];
   if (static_cast<int>(blockIdx.y) >= *s.num_predictors) return;
   const Predictor p = s.predictors[blockIdx.y];
+  const int32_t step = static_cast<int32_t>(*s.step);
   const int head = blockIdx.x, lanes = p.staged_rows * s.heads.group,
-            max_words = (s.max_blocks + 31) / 32;
+            words = (s.max_blocks + 31) / 32, most = min(s.top_k, s.max_blocks);
   Shared sh;
   sh.scores = reinterpret_cast<float*>(memory);
-  sh.keys =
-      reinterpret_cast<uint32_t*>(memory + (kStaged ? 4ll * s.max_lanes * max_words * 32 : 0));
-  sh.missing = reinterpret_cast<uint64_t*>(sh.keys + max_words * 32);
-  const int most = min(s.top_k, s.max_blocks);
+  sh.keys = reinterpret_cast<uint32_t*>(memory);
+  sh.bins = reinterpret_cast<int32_t*>(sh.keys + (kStaged ? s.max_lanes : 1) * words * 32);
+  sh.missing = reinterpret_cast<uint64_t*>(sh.bins);
   sh.victims = sh.missing + most;
-  sh.wanted = reinterpret_cast<uint32_t*>(sh.victims + most);
-  sh.resident = sh.wanted + max_words;
-  sh.slots = reinterpret_cast<int32_t*>(sh.resident + max_words);
+  sh.slots = reinterpret_cast<int32_t*>(sh.bins + max(4 * most, kBins));
   sh.steps = sh.slots + most;
-  sh.terms = reinterpret_cast<float*>(sh.steps + most);
+  sh.wanted = reinterpret_cast<uint32_t*>(sh.steps + most);
+  sh.resident = sh.wanted + words;
+  sh.terms = reinterpret_cast<float*>(sh.resident + words);
   if (threadIdx.x < 3) counts[threadIdx.x] = 0;
 
   const int64_t row = (static_cast<int64_t>(p.request) * s.heads.num_kv_heads + head) * s.top_k;
   load_all<kStaged>(s, p, s.scores + p.scores0 + static_cast<int64_t>(head) * lanes * p.stride,
                     lanes, row, sh);
-  if (s.combine == GroupCombine::kSoftmaxSum) lane_terms<kStaged>(s, p, lanes, sh);
-  for (int i = threadIdx.x; 4 * i < p.blocks; i += kThreads)
-    reinterpret_cast<uint4*>(sh.keys)[i] = combined_keys<kStaged>(s, p, 4 * i, sh);
-  __syncthreads();
+  if constexpr (kSoftmax) lane_terms<kStaged>(s, p, lanes, sh);
+  each((p.blocks + 3) / 4, [&](int i) {
+    const uint4 keys = combined_keys<kStaged, kSoftmax>(s, p, 4 * i, sh);
+    reinterpret_cast<uint4*>(sh.keys)[i] = keys;  // over scores that nobody else reads
+    count_digits(keys, 4 * i, p.blocks, 0, kRankBits, kRankBits - kDigitBits, sh.bins);
+  });
   const int count = min(s.top_k, p.blocks);
-  top_blocks(p.blocks, count, sh, bins);
-
-  if (p.slots == 0) {  // a first selection: listed in ascending order
-    if (threadIdx.x < 32) {
-      int at = 0;
-      for (int w0 = 0; w0 < (p.blocks + 31) / 32; w0 += 32) {
-        const int w = w0 + threadIdx.x;
-        uint32_t bits = w < (p.blocks + 31) / 32 ? sh.wanted[w] : 0;
-        int before = __popc(bits);
-        for (int i = 1; i < 32; i *= 2) {
-          const int other = __shfl_up_sync(~0u, before, i);
-          if (static_cast<int>(threadIdx.x) >= i) before += other;
-        }
-        const int total = __shfl_sync(~0u, before, 31);
-        int to = at + before - __popc(bits);
-        for (; bits; bits &= bits - 1) s.first_choice[row + to++] = w * 32 + __ffs(bits) - 1;
-        at += total;
-      }
-      for (int i = count + threadIdx.x; i < s.top_k; i += 32) s.first_choice[row + i] = -1;
-    }
+  if (count > 0) mark_wanted(p.blocks, top_bound(p.blocks, count, sh), sh);
+  if (p.slots == 0) {
+    if (threadIdx.x < 32) list_wanted(p.blocks, count, s.top_k, sh, s.first_choice + row);
     return;
   }
 
   int32_t *blocks = s.slot_blocks + row, *steps = s.slot_steps + row;
-  const int32_t step = static_cast<int32_t>(*s.step);
-  const int missing = compare(p, steps, step, sh, counts);
-  const int admitted = min(min(missing, s.fetch_cap), counts[0]);
-  if (threadIdx.x < 32)
-    order_front(sh.missing, missing, admitted);
-  else if (threadIdx.x < 64)
-    order_front(sh.victims, counts[0], admitted);
-  __syncthreads();
-  if (threadIdx.x == 0) counts[2] = atomicAdd(s.num_copies, admitted);
+  const int32_t* units = s.host_units + p.request * s.host_stride + s.host_offset;
+  compare(p, steps, step, units, s.host_step, sh, counts);
+  const int missing = counts[1], admitted = min(min(missing, s.fetch_cap), counts[0]);
+  uint16_t *coming = reinterpret_cast<uint16_t*>(sh.keys),  // blocks; the keys have done their work
+      *leaving = coming + p.blocks;                         // slots
+  if (threadIdx.x < 32) {
+    take_smallest(sh.missing, missing, admitted, coming);
+  } else if (threadIdx.x < 64) {
+    take_smallest(sh.victims, counts[0], admitted, leaving);
+  } else if (threadIdx.x == 64) {
+    counts[2] = atomicAdd(s.num_copies, admitted);
+    auto* stats = reinterpret_cast<unsigned long long*>(s.stats) + 4ll * p.request;
+    const int more[] = {count, admitted, missing - admitted};
+    for (int i = 0; i < 3; ++i) atomicAdd(stats + i, static_cast<unsigned long long>(more[i]));
+  }
   __syncthreads();
   const int unit_bytes = 2 * kBlockTokens * s.heads.head_dim * s.element_bytes;
-  for (int k = threadIdx.x / 32; k < admitted; k += kWarps) {
-    const int block = static_cast<int>(static_cast<uint32_t>(sh.missing[k])),
-              old = static_cast<int>(static_cast<uint32_t>(sh.victims[k]));
-    for (int i = threadIdx.x % 32; i < p.slots; i += 32) {
-      if (sh.slots[i] != old) continue;
-      blocks[i] = block;
-      steps[i] = step;
-      const int64_t unit = s.host_units[p.request * s.host_stride +
-                                        static_cast<int64_t>(block) * s.host_step + s.host_offset];
-      const int64_t page = s.slot_pages[static_cast<int64_t>(p.request) * s.slot_stride + i];
-      s.copies[counts[2] + k] = {
-          static_cast<const char*>(s.host_base) + (unit * s.heads.num_kv_heads + head) * unit_bytes,
-          static_cast<char*>(s.pool) + (page * s.heads.num_kv_heads + head) * unit_bytes};
-    }
-  }
-  if (threadIdx.x == 0) {
-    auto add = [&](int i, int64_t n) {
-      atomicAdd(
-          reinterpret_cast<unsigned long long*>(s.stats + static_cast<int64_t>(p.request) * 4 + i),
-          static_cast<unsigned long long>(n));
-    };
-    add(0, count);
-    add(1, admitted);
-    add(2, missing - admitted);
-  }
+  each(admitted, [&](int k) {
+    const int block = coming[k], slot = leaving[k];
+    const int64_t unit = units[static_cast<int64_t>(block) * s.host_step],
+                  page = s.slot_pages[static_cast<int64_t>(p.request) * s.slot_stride + slot];
+    blocks[slot] = block;
+    steps[slot] = step;
+    s.copies[counts[2] + k] = {
+        static_cast<const char*>(s.host_base) + (unit * s.heads.num_kv_heads + head) * unit_bytes,
+        static_cast<char*>(s.pool) + (page * s.heads.num_kv_heads + head) * unit_bytes};
+  });
 }
 
-}  // namespace
-
-namespace {
-
-template <bool kStaged>
+template <bool kStaged, bool kSoftmax>
 void launch(const Select& s, int64_t bytes, cudaStream_t stream) {
-  static int64_t allowed = 46 << 10;  // what needs no asking, less the static part
-  if (bytes > allowed) {
-    check(cudaFuncSetAttribute(select_kernel<kStaged>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               static_cast<int>(bytes)),
-          "select: shared memory for max_blocks and top_k");
-    allowed = bytes;
-  }
-  select_kernel<kStaged>
-      <<<dim3(s.heads.num_kv_heads, s.max_predictors), kThreads, bytes, stream>>>(s);
-  check(cudaGetLastError(), "select");
+  const auto kernel = select_kernel<kStaged, kSoftmax>;
+  static const cudaError_t allowed =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostBytes);
+  check(allowed, "select: shared memory");
+  kernel<<<dim3(s.heads.num_kv_heads, s.max_predictors), kThreads, bytes, stream>>>(s);
+  check(cudaGetLastError(), "select: launch, or shared memory for max_blocks and top_k");
 }
 
 }  // namespace
@@ -395,11 +400,13 @@ void launch(const Select& s, int64_t bytes, cudaStream_t stream) {
 void select(const Select& s, cudaStream_t stream) {
   if (s.max_blocks > kMostBlocks) refuse("select: max_blocks", s.max_blocks, "at most 65535");
   const int64_t fixed = fixed_bytes(s.top_k, s.max_blocks, s.max_lanes);
-  const int64_t scores = 4ll * s.max_lanes * ((s.max_blocks + 31) / 32) * 32;
-  if (fixed + scores <= kStagedBytes)
-    launch<true>(s, fixed + scores, stream);
-  else
-    launch<false>(s, fixed, stream);
+  // Room for the first lane's is there: the keys'.
+  const int64_t scores = 4ll * (s.max_lanes - 1) * ((s.max_blocks + 31) / 32) * 32;
+  const bool staged = fixed + scores <= kStagedBytes;
+  const auto run = s.combine == GroupCombine::kSoftmaxSum
+                       ? (staged ? launch<true, true> : launch<false, true>)
+                       : (staged ? launch<true, false> : launch<false, false>);
+  run(s, staged ? fixed + scores : fixed, stream);
 }
 
 int select_max_blocks(int top_k, int max_lanes) {
