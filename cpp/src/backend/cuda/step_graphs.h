@@ -1,6 +1,7 @@
 // Captured steps: for each size a graph a parity of steps.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <map>
 #include <utility>
@@ -29,7 +30,9 @@ class Graph {
   bool end_capture(cudaStream_t s) {
     cudaGraph_t graph;
     check(cudaStreamEndCapture(s, &graph), "capture");
-    const cudaError_t error = cudaGraphInstantiate(&exec_, graph, 0);
+    // Without the flag all kernels would have the priority of the stream that the graph runs on.
+    const cudaError_t error =
+        cudaGraphInstantiate(&exec_, graph, cudaGraphInstantiateFlagUseNodePriority);
     cudaGraphDestroy(graph);
     if (error == cudaErrorMemoryAllocation) {
       cudaGetLastError();
@@ -71,9 +74,9 @@ inline int row_bucket(int rows) {
   return (rows + step - 1) / step * step;
 }
 inline int block_bucket(int blocks) {
-  int size = 512;
-  while (size < blocks) size *= 2;
-  return size;
+  int step = 128;
+  while (8 * step < blocks) step *= 2;
+  return std::max(512, (blocks + step - 1) / step * step);
 }
 
 }  // namespace oasis::cuda
