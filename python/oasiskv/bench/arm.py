@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from oasiskv.bench.report import say
 from oasiskv.engine.engine import Engine
 from oasiskv.engine.sampling import SamplingParams
 from oasiskv.errors import EngineError
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 class Arm:

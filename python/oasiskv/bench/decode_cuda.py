@@ -9,18 +9,17 @@ measured in the same run.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import math
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from oasiskv.bench.arm import Arm, say
+from oasiskv.bench.arm import Arm
 from oasiskv.bench.kernels import Read, paired
+from oasiskv.bench.report import GIB, append_row, say
 from oasiskv.bench.synthetic import SyntheticRunner
 from oasiskv.config import BLOCK_TOKENS, EngineConfig
 from oasiskv.engine.cuda_runner import CudaRunner, make_decoder, require_cuda
@@ -28,12 +27,10 @@ from oasiskv.engine.engine import Engine, core_config
 from oasiskv.engine.loaded import LoadedModel, load_model
 from oasiskv.engine.sm_share import SmShare
 
-_GIB = 2**30
-
 
 def measured_rates() -> dict[str, float]:
     """GB/s of a plain read of device memory and of a pinned copy to the device."""
-    size = 1 << 30
+    size = GIB
     host = torch.empty(size, dtype=torch.uint8).pin_memory()
     device = torch.empty(size, dtype=torch.uint8, device="cuda")
     us = paired({"read": Read(size), "link": lambda: device.copy_(host, non_blocking=True)}, 5, 2)
@@ -92,7 +89,7 @@ def run(args: argparse.Namespace) -> list[dict[str, object]]:
         begin = time.perf_counter()
         runner = SyntheticRunner if args.prefill == "synthetic" else CudaRunner
         arms[mode] = Arm(mode, Engine(config, model=replace(shared), runner=runner))
-        say(f"{mode}: engine made in {time.perf_counter() - begin:.1f} s; {torch.cuda.mem_get_info()[0] / _GIB:.1f} GiB of the GPU left")
+        say(f"{mode}: engine made in {time.perf_counter() - begin:.1f} s; {torch.cuda.mem_get_info()[0] / GIB:.1f} GiB of the GPU left")
     rows = []
     for concurrency in args.concurrency:
         for mode, arm in arms.items():
@@ -104,8 +101,7 @@ def run(args: argparse.Namespace) -> list[dict[str, object]]:
                 rows.append({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()})
                 _report(rows[-1])
                 if args.json:
-                    with Path(args.json).open("a") as out:
-                        out.write(json.dumps(rows[-1]) + "\n")
+                    append_row(args.json, rows[-1])
             arm.empty()
     return rows
 
@@ -118,10 +114,9 @@ def _outputs(args: argparse.Namespace, concurrency: int) -> int:
 def _measured(arm: Arm, args: argparse.Namespace, rates: dict[str, float], concurrency: int, filled: dict[str, float]) -> dict[str, Any]:
     result, running = arm.measure(args.output), int(filled["running"])
     if args.profile:
-        with Path(args.profile).open("a") as out:
-            for entry in arm.profile(4, args.trace and f"{args.trace}.{arm.name}.{concurrency}.json.gz"):
-                rounded = {k: round(v, 2) if isinstance(v, float) else v for k, v in entry.items()}
-                out.write(json.dumps({"concurrency": concurrency, "context": args.context, **rounded}) + "\n")
+        for entry in arm.profile(4, args.trace and f"{args.trace}.{arm.name}.{concurrency}.json.gz"):
+            rounded = {k: round(v, 2) if isinstance(v, float) else v for k, v in entry.items()}
+            append_row(args.profile, {"concurrency": concurrency, "context": args.context, **rounded})
     gather_ctas, foreground_sms = arm.engine.runner.sms_in_use()
     floors = _floors(arm, running, args.context, result["link_mb_step"], rates)
     return {

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 
 from oasiskv import _core
+from oasiskv.bench.report import GIB, say
 from oasiskv.engine.cuda_runner import require_cuda
 from oasiskv.engine.machine import memory_left, usable_cpus
 from oasiskv.errors import ConfigError, EngineError
 
-GIB = 2**30
 PLACE = 1 << 20  # bytes of one checked place
 MARGIN_SHARE, MARGIN_MIN = 1 / 16, 4 * GIB  # what `--gib all` leaves to the rest of the machine: file cache, page tables, other processes
 
@@ -145,10 +145,9 @@ def run(args: argparse.Namespace) -> dict[str, object]:
         "free_s": round(statistics.median(freed), 2),
         **rates,
     }
-    print(
+    say(
         f"{gib:.1f} GiB, {threads} threads: {row['gib_s']} GiB/s (first {row['first_gib_s']}), filling {row['fill_gib_s']} GiB/s, "
-        f"ratio {row['ratio']}; {row['places']} random places are right, copy {row['copy_gb_s']} GB/s, gather {row['gather_gb_s']} GB/s",
-        file=sys.stderr,
+        f"ratio {row['ratio']}; {row['places']} random places are right, copy {row['copy_gb_s']} GB/s, gather {row['gather_gb_s']} GB/s"
     )
     return row
 
