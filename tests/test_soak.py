@@ -71,7 +71,7 @@ def test_what_does_not_end_in_time_is_cancelled(
     out = tmp_path / "soak.jsonl"
     assert soak(4, rate=8, json=out) == 0, capsys.readouterr().err
     end = rows(out)[-1]
-    assert end["cancelled"] > 2 and end["in_flight"] == 0 and end["seconds"] < 4 + 10
+    assert end["given_up"] > 2 and end["in_flight"] == 0 and end["seconds"] < 4 + 10
 
 
 def test_sigterm_ends_it_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -120,7 +120,8 @@ class Clients:
         if output.finished:
             if why := wrong(live.request, live.result, self._llm.tokenizer.eos_ids, live.given_up):
                 self._report.fail(f"{live.request}: {why}; look at its client {live.client} and at the engine's log above")
-            self._end(live, "cancelled" if output.finish_reason == "cancelled" else "done")
+            how = "given_up" if live.given_up else "cancelled"
+            self._end(live, how if output.finish_reason == "cancelled" else "done")
         elif live.outputs == live.request.cancel_after_outputs:
             self._loop.cancel(output.request_id)
 

@@ -16,8 +16,8 @@ LEAST = {
     "cuda": {"done": 200, "cancelled": 50, "preemptions": 50, "sparse_steps": 5000, "canaries": 4},
 }
 COUNTS = (
-    "done", "cancelled", "refused", "preempted", "preemptions", "canaries", "canary_mismatches", "canary_preemptions", "sparse_steps",
-    "host_sampled", "tokens",
+    "done", "cancelled", "given_up", "refused", "preempted", "preemptions", "canaries", "canary_mismatches", "canary_preemptions",
+    "sparse_steps", "host_sampled", "tokens",
 )  # fmt: skip
 
 
@@ -56,7 +56,7 @@ class Ledger:
         live.heard = now
 
     def end(self, live: Live, how: str) -> None:
-        """`how`: done, cancelled or refused."""
+        """`how`: done, cancelled (by its client), given_up or refused."""
         with self._lock:
             self._live.discard(live)
             self._counts[how] += 1

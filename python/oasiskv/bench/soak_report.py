@@ -56,8 +56,9 @@ def summary(end: dict[str, Any]) -> str:
     lines = [
         f"soak {verdict}: seed {end['seed']}, {end['minutes']:g} minutes of traffic, {end['seconds']:.0f} s with its end; exit code "
         f"{end['exit_code']}",
-        f"requests: {end['done']} finished, {end['cancelled']} cancelled, {end['refused']} refused, {end['in_flight']} left; "
-        f"{end['preempted']} were preempted, {end['preemptions']} times in all; longest wait {end['longest_wait_s']} s",
+        f"requests: {end['done']} finished, {end['cancelled']} cancelled, {end['given_up']} given up at the end, {end['refused']} refused, "
+        f"{end['in_flight']} left; {end['preempted']} were preempted, {end['preemptions']} times in all; longest wait "
+        f"{end['longest_wait_s']} s",
         f"canary: {end['canaries']} answers, {end['canary_mismatches']} mismatches"
         f"{'' if end['exact'] else ' (no failure: in 16 bit results depend on the batch)'}, {end['canary_preemptions']} preemptions",
         f"pools held: at the start {held['start'] or 'unknown'}; at the end {held['end']}",

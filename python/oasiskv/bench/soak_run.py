@@ -89,7 +89,7 @@ class Soak:
         if not self._watch(lambda: self._elapsed() >= self._seconds):
             return
         self._report.stop.set()
-        say(f"the time is over: {len(self._ledger.in_flight())} requests may end, in {DRAIN_S:g} s at most")
+        say(f"the time is over: {len(self._ledger.in_flight())} requests have {DRAIN_S:g} s to end")
         if self._drain(asking) and self._ask_canary():
             self._check()
 
