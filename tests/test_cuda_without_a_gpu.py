@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from oasiskv import _core
+from oasiskv.bench import decode_cuda
 from oasiskv.config import EngineConfig
 from oasiskv.engine import cuda_runner
 from oasiskv.engine.engine import Engine, core_config
@@ -84,3 +85,10 @@ def test_a_model_without_text_yields_ids() -> None:
     assert text.push(999) == "" and text.complete and text.flush() == ""
     with pytest.raises(ConfigError, match="give token ids"):
         tokenizer.encode("hello")
+
+
+@pytest.mark.parametrize("mode", ["both", "", "dense,dense", "dense,oasis,sparse"])
+def test_a_benchmark_knows_two_arms(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        decode_cuda.main(["--mode", mode])
+    assert "give dense, oasis or dense,oasis" in capsys.readouterr().err

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from oasiskv.bench.soak_run import growth
+from oasiskv.bench import soak_ledger, soak_run
+from oasiskv.bench.report import MIB
+from oasiskv.bench.soak_canary import Canary
+from oasiskv.bench.soak_clients import Clients
+from oasiskv.bench.soak_ledger import Ledger
+from oasiskv.bench.soak_memory import Memory, growth
+from oasiskv.bench.soak_report import Report
 from oasiskv.bench.soak_traffic import PHASES, Client, Limits, Request, Schedule, wrong
 from oasiskv.cli.main import main
+from oasiskv.config import EngineConfig
 from oasiskv.engine.engine import Engine
 from oasiskv.engine.llm import LLM, GenerationResult
 from oasiskv.engine.loop import EngineLoop
@@ -31,16 +43,53 @@ def soak(seconds: float, **changes: object) -> int:
     return main(["bench", "soak", "--minutes", str(seconds / 60), *flags])
 
 
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def test_a_short_soak_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "soak.jsonl"
-    code = soak(12, json=out)
+    code = soak(12, json=out, seed=2)
     told = capsys.readouterr().err
     assert code == 0, told
-    *progress, end = [json.loads(line) for line in out.read_text().splitlines()]
+    begin, *progress, end = rows(out)
+    assert begin["kind"] == "begin" and begin["seed"] == 2 and begin["max_prompt"] == 40
     assert len(progress) >= 5 and all(row["kind"] == "progress" and row["device_pages"] == 10 for row in progress)
-    assert end["kind"] == "end" and end["failures"] == [] and end["closed"]
+    assert end["kind"] == "end" and end["passed"] and end["exit_code"] == 0 and end["failures"] == [] and end["closed"]
     assert end["preemptions"] > 0 and end["cancelled"] > 0 and end["sparse_steps"] > 0 and end["canaries"] > 2, end
-    assert "soak passed" in told and "tok/s; RSS" in told and "of 10 device pages" in told
+    assert end["canary_mismatches"] == 0 and 0 < end["preempted"] <= end["preemptions"] and end["in_flight"] == 0
+    assert end["held_start"] == end["held_end"] == {"device_pages": 0, "host_blocks": 0, "summary_pages": 0}
+    assert all(end[f"rss_{when}_bytes"] > 100 * MIB for when in ("start", "middle", "end"))
+    assert "with seed 2" in told and "tok/s; rss" in told and "of 10 device pages" in told and "soak passed: seed 2" in told
+
+
+def test_what_does_not_end_in_time_is_cancelled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(soak_run, "DRAIN_S", 0.0)
+    monkeypatch.setattr(soak_ledger, "LEAST", {"cpu": {}})
+    out = tmp_path / "soak.jsonl"
+    assert soak(4, rate=8, json=out) == 0, capsys.readouterr().err
+    end = rows(out)[-1]
+    assert end["given_up"] > 2 and end["in_flight"] == 0 and end["seconds"] < 4 + 10
+
+
+def test_sigterm_ends_it_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start = Clients.start
+
+    def start_and_be_killed(self: Clients) -> None:
+        start(self)
+        threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+
+    monkeypatch.setattr(Clients, "start", start_and_be_killed)
+    before, out = signal.getsignal(signal.SIGTERM), tmp_path / "soak.jsonl"
+    assert soak(60, json=out) == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before
+    (failure,) = [row for row in rows(out) if row["kind"] == "failure"]
+    end = rows(out)[-1]
+    assert failure["what"].startswith("SIGTERM came 2 s into the run")
+    assert end["kind"] == "end" and not end["passed"] and end["failures"] == [failure["what"]] and end["closed"]
+    assert "soak FAILED" in capsys.readouterr().err
 
 
 def test_a_canary_that_differs_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,7 +122,7 @@ def test_a_request_that_is_not_given_back_fails(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(Engine, "_end", leaks)
     assert soak(4, rate=1) == 1
     told = capsys.readouterr().err
-    assert leaked and "the engine still holds {'device_pages': " in told and "'decoding': 1" in told and "look at Engine._end" in told
+    assert leaked and "the engine holds {'device_pages': " in told and "'decoding': 1" in told and "look at Engine._end" in told
 
 
 def test_a_request_that_gets_no_output_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,8 +147,10 @@ def test_a_soak_that_saw_too_little_fails(capsys: pytest.CaptureFixture[str]) ->
     assert "only 0 preemptions" in told and "only 0 done" in told and "this run has tested too little" in told
 
 
-def test_sizes_that_refuse_everything_are_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert soak(1, max_prompt=90) == 2
+def test_sizes_that_refuse_everything_are_a_usage_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "soak.jsonl"
+    assert soak(1, max_prompt=90, json=out) == 2
+    assert [row["kind"] for row in rows(out)] == ["begin", "end"] and "does not fit" in rows(out)[-1]["failures"][0]
     assert "the largest request or the canary does not fit" in capsys.readouterr().err
     assert soak(1, canary_prompt=20) == 2
     assert "the canary never turns sparse" in capsys.readouterr().err
@@ -110,6 +161,56 @@ def test_growth_is_that_of_the_last_two_thirds() -> None:
     assert growth(warm, 60) == 0
     assert growth([(t, size + 10 * t) for t, size in warm], 60) == pytest.approx(390)  # 39 s of it
     assert growth(warm[:2], 60) == 0
+
+
+def test_what_grows_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds, gpu, pinned = iter(range(1000)), iter(range(10, 10_000, 10)), {"allocated_bytes.current": 3 * MIB}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1000 * MIB - next(gpu) * MIB, 1000 * MIB))
+    monkeypatch.setattr(torch.cuda, "host_memory_stats", lambda: pinned)
+    monkeypatch.setattr(time, "monotonic", lambda: next(seconds))
+    memory = Memory(EngineConfig(backend="cuda", dtype="float32", host_kv_gib=1))
+    memory.restart()
+    for _ in range(30):
+        memory.sample()
+    (leak,) = memory.leaks(30, 64)
+    assert leak.startswith("gpu still grew by 200 MiB") and "torch.cuda.memory_summary()" in leak
+    row = memory.row(30)
+    assert [row[f"gpu_{when}_bytes"] // MIB for when in ("start", "middle", "end")] == [10, 160, 310]
+    assert row["pinned_end_bytes"] == 1027 * MIB and row["pinned_growth_bytes"] == 0
+
+    def lost() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lost)
+    assert list(memory.now()) == ["rss"]
+
+
+def test_where_results_depend_on_the_batch_a_canary_that_differs_is_counted() -> None:
+    answers = iter([[1, 2, 3], [1, 2, 3], [1, 2, 4]])
+
+    class Answers:
+        def generate(self, *_: Any) -> list[GenerationResult]:
+            return [GenerationResult(token_ids=next(answers), finish_reason="length", stats={"preemptions": 1})]
+
+    ledger, report = Ledger(), Report(None)
+    canary = Canary(Request([1], SamplingParams(max_tokens=3, ignore_eos=True)), False, Answers(), ledger, report)  # type: ignore[arg-type]
+    for _ in range(3):
+        canary.ask()
+    counts = ledger.counts()
+    assert (counts["canaries"], counts["canary_mismatches"], counts["canary_preemptions"]) == (3, 1, 3)
+    assert not report.failures and not ledger.in_flight()
+
+
+def test_failures_are_told_at_once_and_not_after_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = Report(str(tmp_path / "soak.jsonl"))
+    for i in range(20):
+        report.fail(f"fault {i}")
+    assert report.stop.is_set() and len(report.failures) == len(rows(tmp_path / "soak.jsonl")) == 8
+    assert "soak failed: fault 0" in capsys.readouterr().err
+    report = Report(None)
+    report.close()
+    report.fail("what closing cancels")
+    assert report.failures == [] and capsys.readouterr().err == ""
 
 
 def test_traffic_is_the_same_for_the_same_seed() -> None:

@@ -3,58 +3,64 @@
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from oasiskv.bench.report import say
 from oasiskv.engine.engine import Engine
 from oasiskv.engine.sampling import SamplingParams
 from oasiskv.errors import EngineError
 
+WARM_UP_STEPS = 8  # until requests are sparse and sizes captured
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+
+def _percentile(values: list[float], share: float) -> float:
+    return sorted(values)[int(share * (len(values) - 1))]
 
 
 class Arm:
-    """One engine, with its step's times."""
+    """One engine, with its step's times. Requests that are filled in run until `empty`."""
 
     def __init__(self, name: str, engine: Engine) -> None:
         self.name, self.engine = name, engine
         self._turns: list[float] = []  # seconds from a step's tokens to the end of the next launch
         self._arrived: float | None = None
         runner = engine.runner
-        runner.results, runner.launch = self._after(runner.results, arrives=True), self._after(runner.launch, arrives=False)
+        runner.results, runner.launch = self._then(runner.results, self._arrive), self._then(runner.launch, self._launched)
 
-    def _after(self, call: Callable[..., Any], arrives: bool) -> Callable[..., Any]:
-        def timed(*args: Any) -> Any:
+    def _then(self, call: Callable[..., Any], note: Callable[[], None]) -> Callable[..., Any]:
+        def noted(*args: Any) -> Any:
             result = call(*args)
-            now = time.perf_counter()
-            if not arrives and self._arrived is not None:
-                self._turns.append(now - self._arrived)
-            self._arrived = now if arrives else None
+            note()
             return result
 
-        return timed
+        return noted
+
+    def _arrive(self) -> None:
+        self._arrived = time.perf_counter()
+
+    def _launched(self) -> None:
+        if self._arrived is not None:
+            self._turns.append(time.perf_counter() - self._arrived)
+        self._arrived = None
 
     def fill(self, requests: int, context: int, output: int) -> dict[str, float]:
-        """Submit and run until all that fit decode; how many, and how long it took."""
+        """Submit `requests` prompts of `context` made-up tokens, and run until all that fit decode; how many, and how long it took."""
         engine = self.engine
         vocab = engine.model_config.vocab_size
         params = SamplingParams(max_tokens=output, ignore_eos=True)
         for i in range(requests):
             ids = ((torch.arange(context) * 7919 + i * 104729) % vocab).tolist()
             engine.add(engine.next_id(), ids, params)
-        begin = time.perf_counter()
-        told = begin
-        still = 0
-        while still < 3:  # steps in which nobody came in
+        begin = told = time.perf_counter()
+        quiet_steps = 0  # in a row, in which nobody came in
+        while quiet_steps < 3:
             engine.step()
             usage = engine.usage()
-            still = still + 1 if usage["prefilling"] == 0 else 0
+            quiet_steps = quiet_steps + 1 if usage["prefilling"] == 0 else 0
             if time.perf_counter() - told > 5:
                 told = time.perf_counter()
                 say(f"  {self.name}: {usage['decoding']} of {requests} decode after {told - begin:.0f} s")
@@ -64,28 +70,26 @@ class Arm:
     def measure(self, steps: int) -> dict[str, float]:
         """Step times over `steps` steps. Raises EngineError when not the same requests ran through all of them."""
         engine, running = self.engine, self.engine.usage()["decoding"]
-        for _ in range(8):  # sparse by now, sizes captured
+        for _ in range(WARM_UP_STEPS):
             engine.step()
-        before, begin = self._admitted(), time.perf_counter()
+        fetched = self._bytes_fetched()
         self._turns.clear()
-        times, last = [], begin
+        times = []
+        last = time.perf_counter()
         for _ in range(steps):
             engine.step()
             now = time.perf_counter()
             times.append(now - last)
             last = now
-        total = last - begin
         if engine.usage()["decoding"] != running:
             raise EngineError(f"{running} requests ran when the measurement began, {engine.usage()['decoding']} at its end")
-        after = self._admitted()
-        times.sort()
         return {
             "tpot_ms": statistics.median(times) * 1e3,
-            "tpot_mean_ms": total / steps * 1e3,
-            "tpot_p99_ms": times[min(len(times) - 1, int(0.99 * len(times)))] * 1e3,
-            "link_mb_step": (after - before) / steps / 1e6,
+            "tpot_mean_ms": statistics.fmean(times) * 1e3,
+            "tpot_p99_ms": _percentile(times, 0.99) * 1e3,
+            "link_mb_step": (self._bytes_fetched() - fetched) / steps / 1e6,
             "turn_ms": statistics.median(self._turns) * 1e3,
-            "turn_p99_ms": sorted(self._turns)[int(0.99 * (len(self._turns) - 1))] * 1e3,
+            "turn_p99_ms": _percentile(self._turns, 0.99) * 1e3,
         }
 
     def profile(self, steps: int, trace: str | None) -> list[dict[str, object]]:
@@ -119,10 +123,12 @@ class Arm:
         ]
         return sorted(rows, key=lambda r: (r["where"], -float(r["us_step"])))
 
-    def _admitted(self) -> int:
+    def _bytes_fetched(self) -> int:
+        """By those that run, in all."""
         return sum(self.engine.stats(i)["bytes_fetched"] for i in self.engine.request_ids())
 
     def empty(self) -> None:
+        """Cancel all. Raises EngineError when something of them stays behind in the pools."""
         for i in self.engine.request_ids():
             self.engine.stop(i, "cancelled")
         self.engine.step()

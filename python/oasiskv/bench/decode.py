@@ -16,16 +16,13 @@ from collections.abc import Callable
 import torch
 
 from oasiskv.bench.reference_model import transformers_llama
+from oasiskv.bench.report import say
 from oasiskv.bench.text import prose
 from oasiskv.config import EngineConfig
 from oasiskv.engine.engine import Engine
 from oasiskv.engine.sampling import SamplingParams
 
 Step = Callable[[], object]
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _engine(args: argparse.Namespace, dense: bool, batch: int, context: int) -> Engine:
@@ -51,7 +48,7 @@ def _engine(args: argparse.Namespace, dense: bool, batch: int, context: int) -> 
     while len(generated) < batch or min(generated.values()) < 6:
         for output in engine.step():
             generated[output.request_id] = generated.get(output.request_id, 0) + len(output.token_ids)
-    _say(f"{'dense' if dense else 'sparse'}: {batch} x {context} tokens prefilled in {time.perf_counter() - begin:.1f} s")
+    say(f"{'dense' if dense else 'sparse'}: {batch} x {context} tokens prefilled in {time.perf_counter() - begin:.1f} s")
     return engine
 
 
@@ -100,7 +97,7 @@ def _row(name: str, batch: int, context: int, result: dict[str, float], args: ar
         "b_ms": round(result["b_ms"], 2),
         "ratio": round(result["ratio"], 3),
     }
-    _say(f"{name}: batch {batch}, {context} tokens: {row['a_ms']} ms against {row['b_ms']} ms, ratio {row['ratio']}")
+    say(f"{name}: batch {batch}, {context} tokens: {row['a_ms']} ms against {row['b_ms']} ms, ratio {row['ratio']}")
     return row
 
 

@@ -9,17 +9,15 @@ measured in the same run.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import math
 import time
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from oasiskv.bench.arm import Arm, say
+from oasiskv.bench.arm import WARM_UP_STEPS, Arm
+from oasiskv.bench.report import GIB, append_row, say
 from oasiskv.bench.synthetic import SyntheticRunner
 from oasiskv.bench.timing import Read, paired
 from oasiskv.config import BLOCK_TOKENS, EngineConfig
@@ -28,12 +26,12 @@ from oasiskv.engine.engine import Engine, core_config
 from oasiskv.engine.loaded import LoadedModel, load_model
 from oasiskv.engine.sm_share import SmShare
 
-_GIB = 2**30
+_PROFILED_STEPS = 4
 
 
 def measured_rates() -> dict[str, float]:
     """GB/s of a plain read of device memory and of a pinned copy to the device."""
-    size = 1 << 30
+    size = GIB
     host = torch.empty(size, dtype=torch.uint8).pin_memory()
     device = torch.empty(size, dtype=torch.uint8, device="cuda")
     us = paired({"read": Read(size), "link": lambda: device.copy_(host, non_blocking=True)}, 5, 2)
@@ -66,62 +64,71 @@ def _config(args: argparse.Namespace, mode: str) -> EngineConfig:
 
 def _floors(arm: Arm, running: int, context: int, link_mb: float, rates: dict[str, float]) -> dict[str, float]:
     """Milliseconds a step at best."""
-    c, m = arm.engine.core_config, arm.engine.model_config
-    weights = sum(math.prod(shape) for name, shape in m.shapes().items() if "vocab_embedding" not in name or m.share_embedding_table)
-    weights *= getattr(torch, arm.engine.config.dtype).itemsize
-    block = c.page_bytes * c.num_layers
-    blocks = context / BLOCK_TOKENS if arm.engine.config.dense else min(c.top_k_blocks + 1, context / BLOCK_TOKENS)
-    read = weights + running * blocks * block
-    if not arm.engine.config.dense:
-        read += running * context / BLOCK_TOKENS * block / BLOCK_TOKENS  # summaries: two vectors for 16 keys and 16 values
-    return {"hbm_floor_ms": read / rates["hbm_gb_s"] / 1e6, "link_floor_ms": link_mb / rates["link_gb_s"]}
+    config, core, model = arm.engine.config, arm.engine.core_config, arm.engine.model_config
+    # An embedding that the head does not share is read by a row a token only.
+    read = {name: shape for name, shape in model.shapes().items() if "vocab_embedding" not in name or model.share_embedding_table}
+    weight_bytes = sum(math.prod(shape) for shape in read.values()) * getattr(torch, config.dtype).itemsize
+    block_bytes = core.page_bytes * core.num_layers
+    blocks = context / BLOCK_TOKENS
+    if config.dense:
+        request_bytes = blocks * block_bytes
+    else:
+        summary_bytes = block_bytes / BLOCK_TOKENS  # two vectors for 16 keys and 16 values
+        request_bytes = min(core.top_k_blocks + 1, blocks) * block_bytes + blocks * summary_bytes
+    hbm_bytes = weight_bytes + running * request_bytes
+    return {"hbm_floor_ms": hbm_bytes / rates["hbm_gb_s"] / 1e6, "link_floor_ms": link_mb / rates["link_gb_s"]}
+
+
+def _make_arms(args: argparse.Namespace) -> list[Arm]:
+    """An engine a mode, on the same weights: they take turns."""
+    configs = {mode: _config(args, mode) for mode in args.mode}
+    widest = max(configs.values(), key=lambda c: c.max_num_tokens)
+    loaded = load_model(widest)
+    shared = LoadedModel(loaded.config, {}, loaded.tokenizer, make_decoder(widest, loaded, core_config(widest, loaded.config)))
+    runner = SyntheticRunner if args.prefill == "synthetic" else CudaRunner
+    arms = []
+    for mode, config in configs.items():
+        begin = time.perf_counter()
+        arms.append(Arm(mode, Engine(config, model=shared, runner=runner)))
+        say(f"{mode}: engine made in {time.perf_counter() - begin:.1f} s; {torch.cuda.mem_get_info()[0] / GIB:.1f} GiB of the GPU left")
+    return arms
 
 
 def run(args: argparse.Namespace) -> list[dict[str, object]]:
     require_cuda()
     rates = measured_rates()
     say(f"plain read {rates['hbm_gb_s']:.0f} GB/s, pinned copy {rates['link_gb_s']:.1f} GB/s")
-    modes = args.mode.split(",")
-    configs = {mode: _config(args, mode) for mode in modes}
-    base = configs[modes[0]]
-    loaded = load_model(base)
-    widest = max(configs.values(), key=lambda c: c.max_num_tokens)
-    shared = LoadedModel(loaded.config, {}, loaded.tokenizer, make_decoder(widest, loaded, core_config(widest, loaded.config)))
-    arms = {}
-    for mode, config in configs.items():
-        begin = time.perf_counter()
-        runner = SyntheticRunner if args.prefill == "synthetic" else CudaRunner
-        arms[mode] = Arm(mode, Engine(config, model=replace(shared), runner=runner))
-        say(f"{mode}: engine made in {time.perf_counter() - begin:.1f} s; {torch.cuda.mem_get_info()[0] / _GIB:.1f} GiB of the GPU left")
+    arms = _make_arms(args)
     rows = []
     for concurrency in args.concurrency:
-        for mode, arm in arms.items():
+        for arm in arms:
             filled = arm.fill(concurrency, args.context, _outputs(args, concurrency))
-            for shares in [None] if mode == "dense" else args.sms or [None]:
+            for shares in [None] if arm.engine.config.dense else args.sms or [None]:
                 if shares is not None:
                     arm.engine.runner.share_sms([SmShare(float("inf"), *shares)])
-                row = _measured(arm, args, rates, concurrency, filled)
-                rows.append({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()})
-                _report(rows[-1])
+                row = _rounded(_measured(arm, args, rates, concurrency, filled), 3)
+                rows.append(row)
+                _report(row)
                 if args.json:
-                    with Path(args.json).open("a") as out:
-                        out.write(json.dumps(rows[-1]) + "\n")
+                    append_row(args.json, row)
+                if args.profile:
+                    _profile(arm, args, concurrency)
             arm.empty()
     return rows
 
 
 def _outputs(args: argparse.Namespace, concurrency: int) -> int:
-    """Tokens of a request: it runs on while others are filled in, and through every measurement."""
-    return (args.output + 12) * max(1, len(args.sms)) + 3 * concurrency + 32
+    """Tokens of a request: it runs on while others are filled in, some steps each, and through every measurement."""
+    a_measurement = WARM_UP_STEPS + args.output + _PROFILED_STEPS
+    return a_measurement * max(1, len(args.sms)) + 3 * concurrency + 32
+
+
+def _rounded(row: dict[str, Any], digits: int) -> dict[str, Any]:
+    return {name: round(value, digits) if isinstance(value, float) else value for name, value in row.items()}
 
 
 def _measured(arm: Arm, args: argparse.Namespace, rates: dict[str, float], concurrency: int, filled: dict[str, float]) -> dict[str, Any]:
     result, running = arm.measure(args.output), int(filled["running"])
-    if args.profile:
-        with Path(args.profile).open("a") as out:
-            for entry in arm.profile(4, args.trace and f"{args.trace}.{arm.name}.{concurrency}.json.gz"):
-                rounded = {k: round(v, 2) if isinstance(v, float) else v for k, v in entry.items()}
-                out.write(json.dumps({"concurrency": concurrency, "context": args.context, **rounded}) + "\n")
     gather_ctas, foreground_sms = arm.engine.runner.sms_in_use()
     floors = _floors(arm, running, args.context, result["link_mb_step"], rates)
     return {
@@ -146,6 +153,12 @@ def _measured(arm: Arm, args: argparse.Namespace, rates: dict[str, float], concu
     }
 
 
+def _profile(arm: Arm, args: argparse.Namespace, concurrency: int) -> None:
+    trace = f"{args.trace}.{arm.name}.{concurrency}.json.gz" if args.trace else None
+    for entry in arm.profile(_PROFILED_STEPS, trace):
+        append_row(args.profile, {"concurrency": concurrency, "context": args.context, **_rounded(entry, 2)})
+
+
 def _report(row: dict[str, Any]) -> None:
     say(
         f"{row['mode']:6} {row['context']} x {row['running']:3} of {row['concurrency']:3} ({row['gather_ctas']}:{row['foreground_sms']}): "
@@ -153,6 +166,13 @@ def _report(row: dict[str, Any]) -> None:
         f"floors: HBM {row['hbm_floor_ms']:.2f}, link {row['link_mb_step']:.0f} MB = {row['link_floor_ms']:.2f} ms; "
         f"turn {row['turn_ms']:.2f} ms, prefill {row['prefill_s']:.1f} s"
     )
+
+
+def _modes(text: str) -> list[str]:
+    modes = text.split(",")
+    if not set(modes) <= {"dense", "oasis"} or len(set(modes)) < len(modes):
+        raise argparse.ArgumentTypeError(f"{text!r}: give dense, oasis or dense,oasis")
+    return modes
 
 
 def _sms(text: str) -> tuple[int, int]:
@@ -174,7 +194,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hbm-kv-gib", type=float, default=56.0, help="of the GPU's memory for KV and summaries, in each arm")
     parser.add_argument("--host-kv-gib", type=float, default=32.0, help="pinned, of the arm oasis; the dense arm has none")
     parser.add_argument("--host-memory-gib", type=float, default=None, help="what the machine has in all, where memory grows with use")
-    parser.add_argument("--mode", default="dense,oasis")
+    parser.add_argument("--mode", type=_modes, default="dense,oasis", help="the arms, in the order of their turns")
     parser.add_argument("--prefill", choices=["synthetic", "real"], default="synthetic")
     parser.add_argument("--top-k-blocks", type=int, default=128)
     parser.add_argument("--fetch-ratio", default="0.05")

@@ -12,17 +12,19 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from oasiskv import _core
+from oasiskv.bench.report import GIB, say
 from oasiskv.engine.cuda_runner import require_cuda
 from oasiskv.engine.machine import memory_left, usable_cpus
 from oasiskv.errors import ConfigError, EngineError
 
-GIB = 2**30
 PLACE = 1 << 20  # bytes of one checked place
+_RUN = 8192  # bytes of one copy of the gather kernel
 MARGIN_SHARE, MARGIN_MIN = 1 / 16, 4 * GIB  # what `--gib all` leaves to the rest of the machine: file cache, page tables, other processes
 
 
@@ -72,65 +74,69 @@ def check_use(memory: _core.cuda.HostMemory, count: int) -> dict[str, float]:
     if not host.is_pinned():
         raise EngineError("CUDA does not take the memory for pinned")
     target = torch.empty(len(anywhere), PLACE, dtype=torch.uint8, device="cuda")
-    run = 8192
-    offsets = np.arange(0, PLACE, run, dtype=np.int64)
-    sources = memory.address + (anywhere[:, None] + offsets).ravel()
-    targets = target.data_ptr() + np.arange(len(sources), dtype=np.int64) * run
-    copies = torch.from_numpy(np.stack([sources, targets], axis=1)).cuda()
-    number = torch.tensor([len(sources)], dtype=torch.int32, device="cuda")
-    stream = torch.cuda.current_stream().cuda_stream
-
     pairs = [(target[i], host[place : place + PLACE]) for i, place in enumerate(inside)]
 
     def copy() -> None:
         for to, source in pairs:
             to.copy_(source, non_blocking=True)
 
-    def gather() -> None:
-        _core.cuda.gather(copies.data_ptr(), number.data_ptr(), run, 4, stream)
-
     rates = {"places": len(anywhere)}
-    for name, call, expected in (("copy", copy, inside), ("gather", gather, anywhere)):
+    for name, call, expected in (("copy", copy, inside), ("gather", _gather(memory.address + anywhere, target), anywhere)):
         call()  # a first time untimed
         target.fill_(0)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
+        took_ms = _gpu_ms(call)
         got = target.cpu().numpy()
         wrong = [int(place) for i, place in enumerate(expected) if not np.array_equal(got[i], array[place : place + PLACE])]
         if wrong:
             raise EngineError(f"{name}: {len(wrong)} of {len(expected)} places differ, the first at byte {wrong[0]}")
-        rates[f"{name}_gb_s"] = round(len(expected) * PLACE / begin.elapsed_time(end) / 1e6, 1)
+        rates[f"{name}_gb_s"] = round(len(expected) * PLACE / took_ms / 1e6, 1)
     return rates
+
+
+def _gather(addresses: np.ndarray, target: torch.Tensor) -> Callable[[], None]:
+    """Calls the gather kernel for the places at int64 `addresses` [n]; into target: uint8 [n, PLACE], on the device."""
+    offsets = np.arange(0, PLACE, _RUN, dtype=np.int64)
+    sources = (addresses[:, None] + offsets).ravel()
+    targets = target.data_ptr() + np.arange(len(sources), dtype=np.int64) * _RUN
+    copies = torch.from_numpy(np.stack([sources, targets], axis=1)).cuda()
+    number = torch.tensor([len(sources)], dtype=torch.int32, device="cuda")
+    return lambda: _core.cuda.gather(copies.data_ptr(), number.data_ptr(), _RUN, 4, torch.cuda.current_stream().cuda_stream)
+
+
+def _gpu_ms(call: Callable[[], None]) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
+def _show_progress(done: int, total: int) -> None:
+    print(f"\r{done / GIB:.0f} of {total / GIB:.0f} GiB pinned", end="\n" if done == total else "", file=sys.stderr, flush=True)
 
 
 def run(args: argparse.Namespace) -> dict[str, object]:
     require_cuda()
     size, threads = size_bytes(args.gib, args.host_memory_gib), args.threads or usable_cpus()
     chunk, assume = int(args.chunk_gib * GIB), int((args.host_memory_gib or 0) * GIB)
-    pinned: list[float] = []
-    filled: list[float] = []
-    freed: list[float] = []
+    pinned_s: list[float] = []
+    filled_s: list[float] = []
+    freed_s: list[float] = []
     rates: dict[str, float] = {}
-
-    def progress(done: int, total: int) -> None:
-        print(f"\r{done / GIB:.0f} of {total / GIB:.0f} GiB pinned", end="\n" if done == total else "", file=sys.stderr, flush=True)
-
     for i in range(args.runs):
         try:
-            memory = _core.cuda.HostMemory(size, num_threads=threads, progress=progress, chunk_bytes=chunk, assume_bytes=assume)
+            memory = _core.cuda.HostMemory(size, num_threads=threads, progress=_show_progress, chunk_bytes=chunk, assume_bytes=assume)
         except (ValueError, RuntimeError) as error:
             raise ConfigError(str(error)) from None
-        pinned.append(memory.seconds)
+        pinned_s.append(memory.seconds)
         if i == args.runs - 1:
             rates = check_use(memory, args.places)
         node = memory.numa_node
         begin = time.monotonic()
         del memory
-        freed.append(time.monotonic() - begin)
-        filled.append(_core.fill_seconds(size, threads))
+        freed_s.append(time.monotonic() - begin)
+        filled_s.append(_core.fill_seconds(size, threads))
     gib = size / GIB
     row = {
         "gib": round(gib, 2),
@@ -138,17 +144,16 @@ def run(args: argparse.Namespace) -> dict[str, object]:
         "chunk_gib": args.chunk_gib,
         "numa_node": node,
         "runs": args.runs,
-        "first_gib_s": round(gib / pinned[0], 2),
-        "gib_s": round(gib / statistics.median(pinned), 2),
-        "fill_gib_s": round(gib / statistics.median(filled), 2),
-        "ratio": round(statistics.median(f / p for f, p in zip(filled, pinned, strict=True)), 3),
-        "free_s": round(statistics.median(freed), 2),
+        "first_gib_s": round(gib / pinned_s[0], 2),
+        "gib_s": round(gib / statistics.median(pinned_s), 2),
+        "fill_gib_s": round(gib / statistics.median(filled_s), 2),
+        "ratio": round(statistics.median(f / p for f, p in zip(filled_s, pinned_s, strict=True)), 3),
+        "free_s": round(statistics.median(freed_s), 2),
         **rates,
     }
-    print(
+    say(
         f"{gib:.1f} GiB, {threads} threads: {row['gib_s']} GiB/s (first {row['first_gib_s']}), filling {row['fill_gib_s']} GiB/s, "
-        f"ratio {row['ratio']}; {row['places']} random places are right, copy {row['copy_gb_s']} GB/s, gather {row['gather_gb_s']} GB/s",
-        file=sys.stderr,
+        f"ratio {row['ratio']}; {row['places']} random places are right, copy {row['copy_gb_s']} GB/s, gather {row['gather_gb_s']} GB/s"
     )
     return row
 

@@ -2,16 +2,22 @@
 
 Several threads send random requests to one engine whose pools are so small that requests wait and are preempted all the time, and cancel
 some of them at random. Between them goes the canary, one long greedy request; where results do not depend on the batch (the CPU,
-float32 on CUDA) it must have the same tokens every time. Exit code 1, and a message that says what to look at, when something is wrong.
+float32 on CUDA) it must have the same tokens every time. What is wrong ends the run, with a message that says what to look at.
+
+Exit codes: 0 passed, 1 failed, 2 options that cannot be served, 130 or 143 after SIGINT or SIGTERM, which end it in order. The rows of
+--json are of the kinds begin, progress, failure and end; each is written at once.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import time
 from typing import Any
 
-from oasiskv.bench.soak_run import MIB, Soak, say
+from oasiskv.bench.report import say
+from oasiskv.bench.soak_report import Report, summary
+from oasiskv.bench.soak_run import Soak
 from oasiskv.config import DTYPES, EngineConfig
 from oasiskv.engine.llm import LLM
 
@@ -38,23 +44,34 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    config = engine_config(args)
-    llm = LLM(config)
+    """The row of the whole run. Raises ConfigError, which is in the rows too, for options that no engine, or no soak, can be made of."""
+    config, report = engine_config(args), Report(args.json)
+    say(f"soak: {args.minutes:g} minutes of traffic with seed {args.seed}, {args.model} in {args.dtype} on {args.backend}")
+    report.row("begin", vars(args))
     try:
-        soak = Soak(args, config, llm)
-    except BaseException:
-        llm.close()
+        began = time.monotonic()
+        llm = LLM(config)
+        say(f"engine made in {time.monotonic() - began:.1f} s; the canary is asked alone")
+        try:
+            soak = Soak(args, config, llm, report)
+        except BaseException:
+            llm.close()
+            raise
+        return soak.run()
+    except BaseException as error:
+        report.row("end", {"passed": False, "failures": [f"{type(error).__name__}: {error}"]})
         raise
-    return soak.run()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--minutes", type=float, default=9.0, help="of traffic; loading and draining come on top")
+    parser.add_argument(
+        "--minutes", type=float, default=9.0, help="of traffic, may be a fraction; loading, and some 20 s at the end, come on top"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the requests and of when they come")
     parser.add_argument("--backend", choices=["cpu", "cuda"], default="cpu", help="the sizes below have a default for each")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="in 16 bit the canary may answer anything")
-    parser.add_argument("--json", help="file that a JSON object a progress line, and one of the whole run, are added to")
+    parser.add_argument("--json", help="file that rows are added to, a JSON object a line")
     traffic = parser.add_argument_group("traffic")
     traffic.add_argument("--clients", type=int, default=4, help="threads; the first streams, the others submit")
     traffic.add_argument("--rate", type=float, help="arrivals a second while busy; some are bursts")
@@ -94,13 +111,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     row = run(parse(argv))
-    for failure in row["failures"]:
-        say(f"soak failed: {failure}")
+    say(summary(row))
     if not row["closed"]:
         say("the engine's thread did not end: leaving without it")
-        os._exit(1)
-    if row["failures"]:
-        return 1
-    memory = ", ".join(f"{n} {row[f'{n}_growth_bytes'] / MIB:+.1f} MiB" for n in ("rss", "gpu") if f"{n}_growth_bytes" in row)
-    say(f"soak passed: longest wait {row['longest_wait_s']} s, growth {memory}, {row['canary_preemptions']} preemptions of the canary")
-    return 0
+        os._exit(row["exit_code"])
+    return row["exit_code"]

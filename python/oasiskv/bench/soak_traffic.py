@@ -136,14 +136,14 @@ class Client:
         return self._rng.choice([[], [*ids, self._limits.vocab_size], [-1, *ids], longest])
 
 
-def wrong(request: Request, result: GenerationResult, eos_ids: frozenset[int]) -> str | None:
-    """What a finished request's answer breaks of what it asked for, or None."""
+def wrong(request: Request, result: GenerationResult, eos_ids: frozenset[int], given_up: bool = False) -> str | None:
+    """What a finished request's answer breaks of what it asked for, or None. `given_up`: the soak has cancelled it."""
     params, ids, reason = request.params, result.token_ids, result.finish_reason
     if reason == "error":
         return f"it ended with the error {result.error!r}"
     if reason not in ("stop", "length", "cancelled"):
         return f"its finish_reason is {reason!r}"
-    if reason == "cancelled" and not request.cancels:
+    if reason == "cancelled" and not (request.cancels or given_up):
         return "it was cancelled, and nobody had asked for that"
     if len(ids) > params.max_tokens or (reason == "length" and len(ids) != params.max_tokens):
         return f"it has {len(ids)} tokens of {params.max_tokens} and ended by {reason}"

@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 
 import torch
 
 from oasiskv import _core
+from oasiskv.bench.report import say
 from oasiskv.bench.timing import Read, Run, paired
 from oasiskv.engine.cuda_runner import require_cuda
 from oasiskv.engine.sampling import SamplingParams
@@ -68,7 +68,7 @@ def main() -> int:
                 continue
             times = paired({"kernel": call, "floor": Read(size)}, 15, 10)
             shape = name if operation == "sample" else ""
-            print(f"{operation:14} {shape:28} {times['kernel']:8.1f} us, floor {times['floor']:8.1f} us", file=sys.stderr, flush=True)
+            say(f"{operation:14} {shape:28} {times['kernel']:8.1f} us, floor {times['floor']:8.1f} us")
     return 0
 
 

@@ -125,6 +125,11 @@ class LLM:
         """Pool occupancy after the last step."""
         return self._loop.usage()
 
+    @property
+    def engine_loop(self) -> EngineLoop:
+        """What it stands on: takes requests by callback (`submit`), and says how the engine gets on."""
+        return self._loop
+
     def close(self) -> None:
         self._loop.close()
 

@@ -6,8 +6,10 @@ import atexit
 import logging
 import os
 import queue
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -67,6 +69,11 @@ class EngineLoop:
     def quiet_s(self) -> float:
         """Seconds since the engine last finished a step, or was idle: how long it has been at the one it is in."""
         return time.monotonic() - self._progress if self._listeners else 0.0
+
+    def stack(self) -> str:
+        """Where the engine's thread is now, as a traceback, for whoever finds it not getting on; empty once it has ended."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        return "".join(traceback.format_stack(frame)) if frame else ""
 
     def usage(self) -> dict[str, Any]:
         """Pool occupancy after the last step; safe from any thread."""
