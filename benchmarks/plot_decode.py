@@ -21,7 +21,7 @@ from typing import Any
 Row = dict[str, Any]
 PANELS = (("tok_s", "tokens a second"), ("running", "requests running"), ("tpot_ms", "TPOT, ms"))
 NAMES = {"dense": "dense", "oasis": "oasis", "vllm": "vLLM, dense"}
-SETTINGS = ("dtype", "prefill", "fetch_ratio", "drafter", "gather_ctas", "foreground_sms", "hbm_kv_gib", "host_kv_gib")
+SETTINGS = ("dtype", "prefill", "fetch_ratio", "drafter", "sms", "hbm_kv_gib", "host_kv_gib")
 # Of Okabe and Ito, told apart by any kind of sight; markers say the same again.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
 MARKERS = ("circle", "square", "triangle", "diamond")

@@ -64,7 +64,7 @@ def test_gather_across_registrations(size: int) -> None:
     target = torch.full((len(places), size), 0xA5, dtype=torch.uint8, device="cuda")
     copies = torch.tensor([(memory.address + place, target[i].data_ptr()) for i, place in enumerate(places)], device="cuda")
     count = ints([len(places)])
-    _core.cuda.gather(copies.data_ptr(), count.data_ptr(), size, 3, stream())
+    _core.cuda.gather(copies.data_ptr(), count.data_ptr(), size, 3, 8, stream())
     torch.cuda.synchronize()
     for got, place in zip(target.cpu().numpy(), places, strict=True):
         assert np.array_equal(got, array[place : place + size]), place

@@ -144,14 +144,15 @@ def test_settle_and_write_through(dtype: str, kind: str) -> None:
 def test_gather(size: int) -> None:
     torch.manual_seed(size)
     host = torch.randint(-(2**31), 2**31 - 1, (300, size // 4), dtype=torch.int32).pin_memory()
-    for count, num_ctas in ((0, 4), (1, 4), (3, 1), (17, 2), (40, 3)) if SMALL else ((0, 4), (1, 4), (3, 1), (17, 2), (250, 3), (299, 16)):
+    few = ((0, 4, 8), (1, 4, 2), (3, 1, 4), (17, 2, 6), (40, 3, 8))
+    for count, num_ctas, in_flight in few if SMALL else (*few, (250, 3, 2), (250, 1, 4), (250, 3, 6), (299, 16, 8)):
         device = torch.full_like(host, -1, device="cuda")
         source, target = torch.randperm(300)[:count], torch.randperm(300)[:count]
         copies = [(host.data_ptr() + int(s) * size, device.data_ptr() + int(d) * size) for s, d in zip(source, target, strict=True)] + [
             (0, 0)
         ]  # beyond the count: never looked at
         keep = [torch.tensor(copies, device="cuda"), ints([count])]
-        _core.cuda.gather(keep[0].data_ptr(), keep[1].data_ptr(), size, num_ctas, stream())
+        _core.cuda.gather(keep[0].data_ptr(), keep[1].data_ptr(), size, num_ctas, in_flight, stream())
         torch.cuda.synchronize()
         expected = torch.full_like(host, -1)
         expected[target] = host[source]
@@ -205,6 +206,52 @@ def test_linear(dtype: str) -> None:
                     assert relative_error(y, expected) < tolerance
 
 
+def test_flags_order_streams() -> None:
+    """What follows a wait runs after what comes before all the flags are set, though it was launched by another stream."""
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    flags, step = torch.tensor([4, 9, 4], device="cuda"), torch.tensor([6], device="cuda")
+    big, seen = torch.zeros(64 << 20, device="cuda"), torch.zeros(2, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(first):
+        for i in range(20):
+            big.fill_(i + 1.0)
+        _core.cuda.set_flags(flags.data_ptr(), 1, 0, 5, first.cuda_stream)
+        for i in range(20):
+            big.fill_(i + 101.0)
+        _core.cuda.set_flags(flags[2:].data_ptr(), 1, step.data_ptr(), 0, first.cuda_stream)
+    with torch.cuda.stream(second):
+        _core.cuda.wait_flags(flags.data_ptr(), 2, step.data_ptr(), 0, second.cuda_stream)
+        seen[0] = big[-1]
+        _core.cuda.wait_flags(flags[1:].data_ptr(), 2, 0, 6, second.cuda_stream)
+        seen[1] = big[-1]
+    torch.cuda.synchronize()
+    assert flags.tolist() == [5, 9, 6]
+    assert seen[0] >= 20 and seen[1] == 120
+    with pytest.raises(ValueError, match=r"wait_flags: count = 33"):
+        _core.cuda.wait_flags(flags.data_ptr(), 33, 0, 0, 0)
+
+
+def test_a_gather_sets_its_flag_when_all_is_there() -> None:
+    host = torch.arange(4096 * 1024, dtype=torch.int32).view(4096, 1024).pin_memory()
+    flag, arrivals, step, number = torch.tensor([3], device="cuda"), ints([0]), torch.tensor([4], device="cuda"), ints([len(host)])
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    for turn in range(4):
+        device, seen = torch.full_like(host, -1, device="cuda"), torch.empty_like(host, device="cuda")
+        copies = torch.tensor([(host[i].data_ptr(), device[i].data_ptr()) for i in range(len(host))], device="cuda")
+        torch.cuda.synchronize()
+        args = (copies.data_ptr(), number.data_ptr(), 4096, 5, 4)
+        _core.cuda.gather(*args, first.cuda_stream, flag.data_ptr(), arrivals.data_ptr(), step.data_ptr())
+        with torch.cuda.stream(second):
+            _core.cuda.wait_flags(flag.data_ptr(), 1, 0, 4 + turn, second.cuda_stream)
+            seen.copy_(device)
+        torch.cuda.synchronize()
+        assert int(flag) == 4 + turn and int(arrivals) == 0
+        assert torch.equal(seen.cpu(), host)
+        step += 1
+
+
 def test_shapes_that_no_kernel_has_are_refused() -> None:
     with pytest.raises(ValueError, match=r"gather: bytes = 12"):
-        _core.cuda.gather(0, 0, 12, 1, 0)
+        _core.cuda.gather(0, 0, 12, 1, 8, 0)
+    with pytest.raises(ValueError, match=r"gather: in_flight = 5"):
+        _core.cuda.gather(0, 0, 8192, 1, 5, 0)

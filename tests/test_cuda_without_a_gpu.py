@@ -69,7 +69,14 @@ def test_shares_reach_the_core_in_bytes() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("backend", "tpu"), ("dtype", "int4"), ("head_dim", 80), ("gather_shares", []), ("gather_shares", [_core.GatherShare(1, 65)])],
+    [
+        ("backend", "tpu"),
+        ("dtype", "int4"),
+        ("head_dim", 80),
+        ("gather_shares", []),
+        ("gather_shares", [_core.GatherShare(1, 65)]),
+        ("gather_shares", [_core.GatherShare(1, 4, 5)]),
+    ],
 )
 def test_the_core_refuses_by_name(field: str, value: object) -> None:
     c = core_config(EngineConfig(device_kv_gib=4, host_kv_gib=4, **CUDA), PRESETS["qwen3-8b"])

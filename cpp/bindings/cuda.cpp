@@ -138,10 +138,24 @@ std::vector<std::array<int32_t, 3>> prefill_tiles(
   return tiles;
 }
 
-void gather(uintptr_t copies, uintptr_t num_copies, int bytes, int num_ctas, uintptr_t stream) {
+void gather(uintptr_t copies, uintptr_t num_copies, int bytes, int num_ctas, int in_flight,
+            uintptr_t stream, uintptr_t flag, uintptr_t arrivals, uintptr_t step) {
   cuda::gather(reinterpret_cast<const cuda::Copy*>(copies),
-               reinterpret_cast<const int32_t*>(num_copies), bytes, num_ctas,
+               reinterpret_cast<const int32_t*>(num_copies), bytes, num_ctas, in_flight,
+               {reinterpret_cast<int64_t*>(flag), reinterpret_cast<int32_t*>(arrivals),
+                reinterpret_cast<const int64_t*>(step)},
                reinterpret_cast<cudaStream_t>(stream));
+}
+
+void wait_flags(uintptr_t flags, int count, uintptr_t step, int64_t value, uintptr_t stream) {
+  cuda::wait_flags(reinterpret_cast<const int64_t*>(flags), count,
+                   reinterpret_cast<const int64_t*>(step), value,
+                   reinterpret_cast<cudaStream_t>(stream));
+}
+
+void set_flags(uintptr_t flags, int count, uintptr_t step, int64_t value, uintptr_t stream) {
+  cuda::set_flags(reinterpret_cast<int64_t*>(flags), count, reinterpret_cast<const int64_t*>(step),
+                  value, reinterpret_cast<cudaStream_t>(stream));
 }
 
 void add_rms_norm(const std::string& dtype, uintptr_t x, uintptr_t residual, uintptr_t weight,
@@ -205,7 +219,11 @@ void bind_cuda(py::module_& m) {
   m.def("append", &append);
   m.def("settle", &settle);
   m.def("write_through", &write_through);
-  m.def("gather", &gather);
+  m.def("gather", &gather, py::arg("copies"), py::arg("num_copies"), py::arg("bytes"),
+        py::arg("num_ctas"), py::arg("in_flight"), py::arg("stream"), py::arg("flag") = 0,
+        py::arg("arrivals") = 0, py::arg("step") = 0);
+  m.def("wait_flags", &wait_flags);
+  m.def("set_flags", &set_flags);
   m.def("add_rms_norm", &add_rms_norm);
   m.def("silu_mul", &silu_mul);
   m.def("read", &read);

@@ -19,7 +19,9 @@ void bind_cuda_core(py::module_& m, py::class_<Core>& core) {
       .def_readonly("captured", &View::captured)
       .def_readonly("capture", &View::capture)
       .def_readonly("bucketed", &View::bucketed)
-      .def_readonly("gather_ctas", &View::gather_ctas)
+      .def_property_readonly("gather_ctas", [](const View& v) { return v.share.ctas; })
+      .def_property_readonly("gather_in_flight", [](const View& v) { return v.share.in_flight; })
+      .def_property_readonly("foreground_sms", [](const View& v) { return v.share.foreground_sms; })
       .def_property_readonly("row_ptr", [=](const View& v) { return address(v.row_list); })
       .def_property_readonly("logits_row_ptr",
                              [=](const View& v) { return address(v.logits_row_list); })

@@ -147,9 +147,12 @@ PYBIND11_MODULE(_core, m) {
 #endif
 
   py::class_<GatherShare>(m, "GatherShare")
-      .def(py::init<int64_t, int>(), py::arg("link_bytes"), py::arg("ctas"))
+      .def(py::init<int64_t, int, int, int>(), py::arg("link_bytes"), py::arg("ctas"),
+           py::arg("in_flight") = 8, py::arg("foreground_sms") = 0)
       .def_readonly("link_bytes", &GatherShare::link_bytes)
-      .def_readonly("ctas", &GatherShare::ctas);
+      .def_readonly("ctas", &GatherShare::ctas)
+      .def_readonly("in_flight", &GatherShare::in_flight)
+      .def_readonly("foreground_sms", &GatherShare::foreground_sms);
   py::class_<CoreConfig>(m, "CoreConfig")
       .def(py::init<>())
       .def_readwrite("backend", &CoreConfig::backend)

@@ -41,6 +41,9 @@ void CoreConfig::check_shares(const std::vector<GatherShare>& shares) {
   for (size_t i = 0; i < shares.size(); ++i) {
     need(shares[i].ctas >= 0 && shares[i].ctas <= 64, "gather_shares", shares[i].ctas,
          "must be in 0..64 CTAs");
+    const int runs = shares[i].in_flight;
+    need(runs == 2 || runs == 4 || runs == 6 || runs == 8, "gather_shares", runs,
+         "in_flight must be 2, 4, 6 or 8 runs");
     need(i == 0 || shares[i].link_bytes > shares[i - 1].link_bytes, "gather_shares",
          shares[i].link_bytes, "link_bytes must ascend");
   }

@@ -77,6 +77,7 @@ class EngineConfig:
     cuda_graphs: bool = True
     gather_ctas: int | None = None  # SMs that fetch over the link; None: by engine/sm_share.py's table
     foreground_sms: int = 0  # that matrix products may use, 0: all; with gather_ctas
+    gather_in_flight: int = 8  # runs of 8 KiB that each of them has under way: 2, 4, 6 or 8; with gather_ctas
     num_threads: int | None = None  # None: the cores this process may use
     trace: bool = False
     transfer_delay_us: int = 0  # fault injection for tests
@@ -122,6 +123,8 @@ class EngineConfig:
         _in_range("foreground_sms", self.foreground_sms, 0, 1024)
         if self.foreground_sms and self.gather_ctas is None:
             raise ConfigError(f"foreground_sms = {self.foreground_sms} without gather_ctas: give both, or neither for the table")
+        if self.gather_in_flight not in (2, 4, 6, 8):
+            raise ConfigError(f"gather_in_flight = {self.gather_in_flight}: must be 2, 4, 6 or 8")
         if self.host_memory_gib is not None:
             _size_gib("host_memory_gib", self.host_memory_gib)
         self._check_drafter()
@@ -129,7 +132,14 @@ class EngineConfig:
     def _check_backend(self) -> None:
         """An option that the backend has no use for is refused, not ignored."""
         cpu_only = {"transfer_delay_us": 0}
-        cuda_only = {"dummy_weights": False, "batch_invariant": False, "cuda_graphs": True, "gather_ctas": None, "foreground_sms": 0}
+        cuda_only = {
+            "dummy_weights": False,
+            "batch_invariant": False,
+            "cuda_graphs": True,
+            "gather_ctas": None,
+            "foreground_sms": 0,
+            "gather_in_flight": 8,
+        }
         for field, default in (cuda_only if self.backend == "cpu" else cpu_only).items():
             if getattr(self, field) != default:
                 raise ConfigError(

@@ -21,11 +21,12 @@ GroupCombine group_combine_from(const std::string& name);
 DType dtype_from(const std::string& name);
 constexpr int element_bytes(DType t) { return t == DType::kFloat32 ? 4 : 2; }
 
-// SMs that fetch over the link in a step that may bring up to so many bytes. 0: nothing is fetched
-// (ablations).
+// Of the GPU, in a step that may bring up to so many bytes over the link.
 struct GatherShare {
   int64_t link_bytes;
-  int ctas;
+  int ctas;            // single-warp CTAs that fetch, an SM each; 0: nothing is fetched (ablations)
+  int in_flight;       // runs of 8 KiB that each has under way: 2, 4, 6 or 8
+  int foreground_sms;  // that matrix products may use; 0: all
 };
 
 struct CoreConfig {

@@ -106,7 +106,8 @@ def run(args: argparse.Namespace) -> list[dict[str, object]]:
             for shares in [None] if arm.engine.config.dense else args.sms or [None]:
                 if shares is not None:
                     arm.engine.runner.share_sms([SmShare(float("inf"), *shares)])
-                row = _rounded(_measured(arm, args, rates, concurrency, filled), 3)
+                chosen = "table" if shares is None else ":".join(str(part) for part in shares)
+                row = _rounded({"sms": chosen, **_measured(arm, args, rates, concurrency, filled)}, 3)
                 rows.append(row)
                 _report(row)
                 if args.json:
@@ -129,12 +130,13 @@ def _rounded(row: dict[str, Any], digits: int) -> dict[str, Any]:
 
 def _measured(arm: Arm, args: argparse.Namespace, rates: dict[str, float], concurrency: int, filled: dict[str, float]) -> dict[str, Any]:
     result, running = arm.measure(args.output), int(filled["running"])
-    gather_ctas, foreground_sms = arm.engine.runner.sms_in_use()
+    gather_ctas, foreground_sms, in_flight = arm.engine.runner.sms_in_use()
     floors = _floors(arm, running, args.context, result["link_mb_step"], rates)
     return {
         "mode": arm.name,
         "gather_ctas": gather_ctas,
         "foreground_sms": foreground_sms,
+        "gather_in_flight": in_flight,
         "model": args.model,
         "context": args.context,
         "concurrency": concurrency,
@@ -160,8 +162,9 @@ def _profile(arm: Arm, args: argparse.Namespace, concurrency: int) -> None:
 
 
 def _report(row: dict[str, Any]) -> None:
+    share = f"{row['gather_ctas']}:{row['foreground_sms']}:{row['gather_in_flight']}"
     say(
-        f"{row['mode']:6} {row['context']} x {row['running']:3} of {row['concurrency']:3} ({row['gather_ctas']}:{row['foreground_sms']}): "
+        f"{row['mode']:6} {row['context']} x {row['running']:3} of {row['concurrency']:3} ({share}): "
         f"{row['tok_s']:7.0f} tok/s, TPOT {row['tpot_ms']:6.2f} ms (mean {row['tpot_mean_ms']:.2f}, p99 {row['tpot_p99_ms']:.2f}), "
         f"floors: HBM {row['hbm_floor_ms']:.2f}, link {row['link_mb_step']:.0f} MB = {row['link_floor_ms']:.2f} ms; "
         f"turn {row['turn_ms']:.2f} ms, prefill {row['prefill_s']:.1f} s"
@@ -175,12 +178,16 @@ def _modes(text: str) -> list[str]:
     return modes
 
 
-def _sms(text: str) -> tuple[int, int]:
+def _sms(text: str) -> tuple[int, ...]:
     try:
-        gather, foreground = text.split(":")
-        return int(gather), int(foreground)
+        share = tuple(int(part) for part in text.split(":"))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: give <gather CTAs>:<SMs of products>, such as 4:128") from None
+        share = ()
+    if len(share) not in (2, 3):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: give <gather CTAs>:<SMs of products>[:<runs in flight a CTA>], such as 4:128 or 8:120:4"
+        )
+    return share
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -206,7 +213,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_sms,
         nargs="+",
         default=[],
-        help="gather CTAs : SMs of products (0: all), for oasis, in place of the table's; each is measured; 0:0 fetches nothing",
+        help="gather CTAs : SMs of products (0: all) : runs of 8 KiB in flight a CTA (8), for oasis, in place of the table's; each is "
+        "measured; 0:0 fetches nothing",
     )
     parser.add_argument("--no-graphs", action="store_true")
     parser.add_argument("--profile", help="file that the kernels and CUDA calls of a step are added to, a JSON object a line")

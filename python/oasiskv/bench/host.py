@@ -100,7 +100,7 @@ def _gather(addresses: np.ndarray, target: torch.Tensor) -> Callable[[], None]:
     targets = target.data_ptr() + np.arange(len(sources), dtype=np.int64) * _RUN
     copies = torch.from_numpy(np.stack([sources, targets], axis=1)).cuda()
     number = torch.tensor([len(sources)], dtype=torch.int32, device="cuda")
-    return lambda: _core.cuda.gather(copies.data_ptr(), number.data_ptr(), _RUN, 4, torch.cuda.current_stream().cuda_stream)
+    return lambda: _core.cuda.gather(copies.data_ptr(), number.data_ptr(), _RUN, 4, 8, torch.cuda.current_stream().cuda_stream)
 
 
 def _gpu_ms(call: Callable[[], None]) -> float:

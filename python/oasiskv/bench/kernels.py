@@ -19,15 +19,16 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from oasiskv import _core
-from oasiskv.bench.scoring import scoring, selection_row
+from oasiskv.bench.scoring import CALLS, scoring, selection_row
 from oasiskv.bench.timing import Read, Run, ints, paired, stream
 from oasiskv.engine.cuda_runner import require_cuda
+from oasiskv.engine.sm_share import sm_shares
 
 _cuda = getattr(_core, "cuda", None)
 ATTENTION = [("sparse", 64, 2080, 2), ("sparse", 16, 2080, 2), ("dense", 16, 16384, 1), ("dense", 24, 16384, 1), ("dense", 12, 32768, 1)]
 PREFILL = [("full", 4, 16384, 1), ("chunk", 1, 8192, 8193)]
 SCORING = [(64, 1024), (64, 2048), (16, 2048), (16, 1024)]
-LINK_CTAS = 12  # of the gather when a step needs the whole link (engine/sm_share.py)
+GATHERS = [(2, 8), (3, 8), (4, 8), (8, 8), (6, 4), (8, 4), (12, 4)]  # CTAs, runs in flight each
 KERNELS = ["attention", "prefill", "score", "select", "gather"]
 
 
@@ -98,7 +99,7 @@ def prefill(batch: int, rows: int, visible: int, heads: int, group: int, dim: in
     return call, arms, 4.0 * dim * pairs * hq, [pool, pages, q, out, segments_there, tiles_there]
 
 
-def gathering(count: int, size: int, ctas: int, host: torch.Tensor) -> tuple[Run, Run, list[torch.Tensor]]:
+def gathering(count: int, size: int, ctas: int, in_flight: int, host: torch.Tensor) -> tuple[Run, Run, list[torch.Tensor]]:
     """`count` runs of `size` bytes from random places of `host`: (gather call, pinned copy of as many bytes, what they hold on to)."""
     places = torch.randperm(host.numel() // size)[:count]
     device = torch.empty(count * size, dtype=torch.uint8, device="cuda")
@@ -106,7 +107,7 @@ def gathering(count: int, size: int, ctas: int, host: torch.Tensor) -> tuple[Run
     number = ints([count])
 
     def gather() -> None:
-        _cuda.gather(copies.data_ptr(), number.data_ptr(), size, ctas, stream())
+        _cuda.gather(copies.data_ptr(), number.data_ptr(), size, ctas, in_flight, stream())
 
     def copy() -> None:
         device.copy_(host[: count * size], non_blocking=True)
@@ -155,23 +156,21 @@ def run(args: argparse.Namespace) -> list[dict[str, object]]:
         few = scoring(batch, blocks, 1, 8, 4, 128, sms, 128)
         shape = f"{batch} x {blocks:,} blocks, 1 row"
         report("score", shape, few.summary_bytes, paired({"kernel": few.score, "floor": Read(few.summary_bytes)}, args.runs, 10))
-        report("select", shape, few.score_bytes, paired({"kernel": few.select, "floor": few.clear}, args.runs, 10))
-        if batch == 64 and host is not None:
-            many = scoring(batch, blocks, 1, 8, 4, 128, sms, 128, repeat=4)
-            gather, _, held = gathering(16384, 8192, LINK_CTAS, host)
-            row = selection_row(shape, few, many, gather, 16384 * 8192, sms, args.runs)
+        report("select", shape, few.score_bytes, paired({"kernel": few.select, "floor": few.clear}, args.runs, CALLS, few.clear))
+        many = scoring(batch, blocks, 1, 8, 4, 128, sms, 128, repeat=4) if batch == 64 else None
+        for share in sm_shares(torch.cuda.get_device_name()) if many and host is not None else []:
+            gather, _, held = gathering(16384, 8192, share.gather_ctas, share.in_flight, host)
+            beside = f"{shape}, beside {share.gather_ctas} CTAs x {share.in_flight} runs"
+            row = selection_row(beside, few, many, gather, 16384 * 8192, sms, args.runs)
             rows.append(row)
-            print(
-                f"{'select':10} {shape:34} {row['us']:9.1f} us beside a gather at {row['gather_gbps']} GB/s, {row['alone_us']} alone; "
-                f"{row['sm_us']} SM-us",
-                file=sys.stderr,
-                flush=True,
-            )
-            del many, gather, held
-        del few
-    for count, ctas in itertools.product((2048, 3072, 16384), (2, 3, 4, 8)) if "gather" in args.only else []:
-        gather, copy, held = gathering(count, 8192, ctas, host)
-        report("gather", f"{count:,} x 8 KiB, {ctas} CTAs", count * 8192, paired({"kernel": gather, "floor": copy}, args.runs, 4))
+            times = f"{row['us']:9.1f} us, {row['alone_us']} alone; {row['sm_us']} SM-us; the gather {row['gather_gbps']} GB/s"
+            print(f"{'select':10} {beside:34} {times}", file=sys.stderr, flush=True)
+            del gather, held
+        del few, many
+    for count, (ctas, in_flight) in itertools.product((2048, 3072, 16384), GATHERS) if "gather" in args.only else []:
+        gather, copy, held = gathering(count, 8192, ctas, in_flight, host)
+        shape = f"{count:,} x 8 KiB, {ctas} CTAs x {in_flight} runs"
+        report("gather", shape, count * 8192, paired({"kernel": gather, "floor": copy}, args.runs, 4))
         del gather, copy, held
     return rows
 

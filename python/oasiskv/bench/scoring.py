@@ -13,9 +13,13 @@ from oasiskv.bench.timing import Run, ints, paired, stream, under_load
 _cuda = getattr(_core, "cuda", None)
 
 
+CALLS = 10  # in one timing
+
+
 class Scoring(NamedTuple):
     """`select` chooses from the same scores each time, so that after some calls all that it wants is resident and nothing is fetched;
-    `fetch` from two sets of scores in turn, so that each call fetches its cap. Both clear the number of copies first: `clear`."""
+    `fetch` from two sets of scores in turn, so that each call fetches its cap. `clear`s the number of copies: before some CALLS of either
+    (in a step `append` does it)."""
 
     score: Run
     select: Run
@@ -44,7 +48,7 @@ def scoring(batch: int, blocks: int, rows: int, heads: int, group: int, dim: int
     slot_steps = torch.randint(900, 1000, (requests * heads, top_k), device="cuda").int()
     first_choice, slot_pages = torch.empty_like(slot_blocks), torch.zeros(requests * top_k, dtype=torch.int32, device="cuda")
     host_units = torch.zeros(requests * blocks, dtype=torch.int32, device="cuda")
-    copies, copied = torch.empty(requests * heads * 6, 2, dtype=torch.int64, device="cuda"), ints([0])
+    copies, copied = torch.empty((CALLS + 1) * requests * heads * 6, 2, dtype=torch.int64, device="cuda"), ints([0])
     stats = torch.zeros(requests * 4, dtype=torch.int64, device="cuda")
 
     def score() -> None:
@@ -59,7 +63,6 @@ def scoring(batch: int, blocks: int, rows: int, heads: int, group: int, dim: int
         copied.zero_()
 
     def select_from(mine: torch.Tensor) -> None:
-        clear()
         _cuda.select(
             num_kv_heads=heads, group=group, head_dim=dim, combine="softmax_sum", top_k=top_k, fetch_cap=6, sink_blocks=1, element_bytes=2,
             scores=mine.data_ptr(), predictors=predictors.data_ptr(), num_predictors=count.data_ptr(), max_predictors=requests,
@@ -86,10 +89,10 @@ def scoring(batch: int, blocks: int, rows: int, heads: int, group: int, dim: int
 def selection_row(shape: str, few: Scoring, many: Scoring, gather: Run, gather_bytes: int, sms: int, runs: int) -> dict[str, object]:
     """Selection that fetches, alone (`alone_us`) and while `gather` keeps the link and its SMs busy (`us`; `gather_gbps` is what it moves
     meanwhile). `sm_us`: what the requests of `few` cost at full occupancy, in SM-microseconds: `many` are four times as many, and the
-    difference is shared out, so that launch, latency and the clearing of a counter, which each of the times includes, are not in it.
+    difference is shared out, so that launch and latency, which each of the times includes, are not in it.
     """
-    loaded = under_load(few.fetch, gather, runs, 10)
-    times = paired({"few": few.fetch, "many": many.fetch}, runs, 10)
+    loaded = under_load(few.fetch, gather, runs, CALLS, few.clear)
+    times = paired({"few": few.fetch}, runs, CALLS, few.clear) | paired({"many": many.fetch}, runs, CALLS, many.clear)
     return {
         "kernel": "select, link loaded",
         "shape": shape,

@@ -25,21 +25,23 @@ def events(count: int) -> list[torch.cuda.Event]:
     return [torch.cuda.Event(enable_timing=True) for _ in range(count)]
 
 
-def captured(call: Run, calls: int) -> torch.cuda.CUDAGraph:
-    """`calls` calls; one more has run before, for what is set up once."""
+def captured(call: Run, calls: int, before: Run | None = None) -> torch.cuda.CUDAGraph:
+    """`before` once, then `calls` calls; one more has run, for what is set up once."""
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
+        if before:
+            before()
         for _ in range(calls):
             call()
     return graph
 
 
-def paired(arms: dict[str, Run], runs: int, calls: int) -> dict[str, float]:
-    """Median microseconds a call of each arm; the arms alternate, a graph of `calls` calls between two events."""
+def paired(arms: dict[str, Run], runs: int, calls: int, before: Run | None = None) -> dict[str, float]:
+    """Median microseconds a call of each arm; the arms alternate, a graph of `before` and `calls` calls between two events."""
     times: dict[str, list[float]] = {name: [] for name in arms}
-    graphs = {name: captured(call, calls) for name, call in arms.items()}
+    graphs = {name: captured(call, calls, before) for name, call in arms.items()}
     for run in range(runs + 2):
         for name, graph in graphs.items():
             begin, end = events(2)
@@ -52,13 +54,13 @@ def paired(arms: dict[str, Run], runs: int, calls: int) -> dict[str, float]:
     return {name: statistics.median(t) for name, t in times.items()}
 
 
-def under_load(call: Run, load: Run, runs: int, calls: int) -> dict[str, float]:
+def under_load(call: Run, load: Run, runs: int, calls: int, before: Run | None = None) -> dict[str, float]:
     """Median microseconds a call `alone` and `loaded`: while `load` runs on another stream, which goes first. The two alternate.
     `load`: what the load takes, as calls go on until it ends. Unmeasured calls come before those that count: the load has its SMs by then.
 
     Raises RuntimeError if the load ends before the calls do."""
     times: dict[str, list[float]] = {"alone": [], "loaded": [], "load": []}
-    graph = captured(call, calls)
+    graph = captured(call, calls, before)
     here, other = torch.cuda.current_stream(), torch.cuda.Stream(priority=-1)
     for run in range(runs + 2):
         for arm in ("alone", "loaded"):

@@ -52,6 +52,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--foreground-sms", type=int, default=d.foreground_sms, help="CUDA: SMs that matrix products use, with --gather-ctas; 0: all"
     )
+    group.add_argument(
+        "--gather-in-flight",
+        type=int,
+        default=d.gather_in_flight,
+        help="CUDA: runs of 8 KiB each of --gather-ctas has under way: 2, 4, 6 or 8",
+    )
     group.add_argument("--num-threads", type=int, default=d.num_threads, help="None: the cores this process may use")
 
 

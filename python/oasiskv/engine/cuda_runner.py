@@ -53,8 +53,7 @@ class CudaRunner(Runner):
         core_config.norm_eps = self._model.norm_eps
         if model.config.qk_layernorm:
             core_config.qk_norms = [self._model.qk_norm_pointers(i) for i in range(core_config.num_layers)]
-        self._shares = self._configured_shares(config)
-        core_config.gather_shares = gather_shares(self._shares)
+        core_config.gather_shares = gather_shares(self._configured_shares(config))
         self.core = make_core(core_config, model)
         self._drafts = core_config.max_draft_len
         self._device_drafts = config.drafter == "ngram" and self._drafts > 0
@@ -73,23 +72,17 @@ class CudaRunner(Runner):
     def _configured_shares(config: EngineConfig) -> list[SmShare]:
         if config.gather_ctas is None:
             return sm_shares(torch.cuda.get_device_name())
-        return [SmShare(float("inf"), config.gather_ctas, config.foreground_sms)]
+        return [SmShare(float("inf"), config.gather_ctas, config.foreground_sms, config.gather_in_flight)]
 
     def share_sms(self, shares: list[SmShare]) -> None:
         """In place of the configured ones, for measurements; 0 gather_ctas fetches nothing. Between steps."""
-        self._shares = shares
         self.core.share_sms(gather_shares(shares))
         self._tuned.clear()
 
-    def sms_in_use(self) -> tuple[int, int]:
-        """Gather CTAs and SMs of products (0: all) of the last launched step."""
+    def sms_in_use(self) -> tuple[int, int, int]:
+        """Of the last launched step: gather CTAs, SMs of products (0: all), and runs in flight a CTA."""
         view = self._last_view
-        return (0, 0) if view is None else (view.gather_ctas, self._foreground_sms(view))
-
-    def _foreground_sms(self, view: _core.StepView) -> int:
-        if view.gather_ctas == 0:
-            return 0
-        return next(s.foreground_sms for s in self._shares if s.gather_ctas == view.gather_ctas)
+        return (0, 0, 0) if view is None else (view.gather_ctas, view.foreground_sms, view.gather_in_flight)
 
     def logits(self, groups: Groups, drafts: Drafts, sequences: Mapping[int, Sequence]) -> torch.Tensor:
         view = self.core.view()
@@ -110,10 +103,10 @@ class CudaRunner(Runner):
         step = self.core.last_step
         with torch.cuda.stream(self._stream):
             self._send_tokens(groups, sequences)
-        size = (view.rows, view.logits_rows, self._foreground_sms(view))
+        size = (view.rows, view.logits_rows, view.foreground_sms)
         if view.bucketed and size not in self._tuned:
             self._tuned.add(size)
-            self._model.tune(view.rows, view.logits_rows, self.core.stream, self._foreground_sms(view))
+            self._model.tune(view.rows, view.logits_rows, self.core.stream, view.foreground_sms)
         if view.captured or (view.capture and self._capture(view, step, random)):
             self.core.launch()
         else:
@@ -147,7 +140,7 @@ class CudaRunner(Runner):
             self._table,
             self.core.forward,
             self.core.stream,
-            self._foreground_sms(view),
+            view.foreground_sms,
         )
 
     def _send_tokens(self, groups: Groups, sequences: Mapping[int, Sequence]) -> None:

@@ -52,6 +52,8 @@ Buffers::Buffers(const CoreConfig& config, const Tables& tables, const StepArray
   copies_each_ = batch * heads * config.fetch_cap_blocks;
   scores_each_ = batch * hq * drafts * div_up(tables.max_blocks, 32) * 32;
   num_copies_ = zeroed(4 * layers, "copies");
+  transferred_ = zeroed(8 * layers, "flags");
+  gather_arrivals_ = zeroed(4 * layers, "flags");
   const int64_t most = std::max<int64_t>(tables.max_blocks, config.top_k_blocks);
   move_pages_ = DeviceMemory(4 * most, "page list");
   if (host_) {

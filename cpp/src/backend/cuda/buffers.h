@@ -40,6 +40,8 @@ class Buffers {
   char* staged(int layer) const { return staged_.data() + layer * staged_layer_bytes_; }
   Copy* copies(int layer) const { return copies_.as<Copy>() + layer * copies_each_; }
   int32_t* num_copies(int layer) const { return num_copies_.as<int32_t>() + layer; }
+  int64_t* transferred(int layer) const { return transferred_.as<int64_t>() + layer; }  // flags
+  int32_t* gather_arrivals(int layer) const { return gather_arrivals_.as<int32_t>() + layer; }
   float* scores(int parity) const {  // two steps may be under way
     return scores_.as<float>() + parity * scores_each_;
   }
@@ -53,8 +55,8 @@ class Buffers {
   int64_t summary_layer_bytes_, staged_layer_bytes_, copies_each_, scores_each_;
   DeviceMemory pool_, summaries_, cos_, sin_;
   std::unique_ptr<HostMemory> host_;
-  DeviceMemory q_, partials_, arrivals_, staged_, scores_, copies_, num_copies_, moves_, num_moves_,
-      move_pages_;
+  DeviceMemory q_, partials_, arrivals_, staged_, scores_, copies_, num_copies_, transferred_,
+      gather_arrivals_, moves_, num_moves_, move_pages_;
 };
 
 }  // namespace oasis::cuda

@@ -70,20 +70,22 @@ void CudaBackend::share_sms(std::vector<GatherShare> shares) {
 }
 
 // The more of the link a step needs, the more SMs its gather gets: under load one alone moves less.
-int CudaBackend::gather_ctas(int64_t requests) const {
+const GatherShare& CudaBackend::share_for(int64_t requests) const {
   const int64_t bytes = requests * config_.num_layers * config_.num_kv_heads *
                         config_.fetch_cap_blocks * buffers_.head_bytes;
   for (const GatherShare& s : gather_shares_)
-    if (bytes <= s.link_bytes) return s.ctas;
-  return gather_shares_.back().ctas;
+    if (bytes <= s.link_bytes) return s;
+  return gather_shares_.back();
 }
 
 CudaBackend::~CudaBackend() { cudaDeviceSynchronize(); }
 
 // The foreground goes on after all that is under way.
 void CudaBackend::join() {
-  if (last_step_ > 0 && background())
-    events(config_.num_layers - 1, last_step_).transferred.hold(foreground_);
+  if (last_step_ == 0 || !background()) return;
+  const int first = std::max(0, config_.num_layers - LayerKernels::kGathers);
+  wait_flags(buffers_.transferred(first), config_.num_layers - first, nullptr, last_step_,
+             foreground_);
 }
 
 LookaheadStats CudaBackend::stats(const SequenceKv& seq, int64_t step) {
@@ -99,7 +101,7 @@ void CudaBackend::drain() {
   use_device();
   foreground_.synchronize();
   predict_.synchronize();
-  transfer_.synchronize();
+  for (const Stream& s : transfers_) s.synchronize();
   for (const Stream& s : graph_streams_) s.synchronize();
 }
 
@@ -196,11 +198,11 @@ void CudaBackend::plan_sizes() {
     sizes_.staged_rows = std::max(1, config_.max_draft_len);
     tiles = decode_tiles(config_);
   }
-  sizes_.gather_ctas = sizes_.predictors > 0 ? gather_ctas(sizes_.logits_rows) : 0;
+  if (sizes_.predictors > 0) sizes_.share = share_for(sizes_.logits_rows);
   // Where the gather's CTAs are, others have no room: theirs would run after all the rest.
   cut_.decode = decode;
-  cut_.attention_ctas = (sms_ - sizes_.gather_ctas) * attention_ctas_per_sm();
-  cut_.score_ctas = (sms_ - sizes_.gather_ctas) * score_ctas_per_sm();
+  cut_.attention_ctas = (sms_ - sizes_.share.ctas) * attention_ctas_per_sm();
+  cut_.score_ctas = (sms_ - sizes_.share.ctas) * score_ctas_per_sm();
   cut_.lane_tiles = tiles;
   cut_.padded_rows = sizes_.rows;
   cut_.padded_logits = sizes_.logits_rows;
@@ -218,7 +220,7 @@ CudaBackend::StepView CudaBackend::view(int variant) {
           captured,
           warmed && !captured && !graph_->refused,
           size_.has_value(),
-          sizes_.gather_ctas,
+          sizes_.share,
           arrays_.rows(parity_),
           arrays_.logits_rows(parity_),
           arrays_.drafted_requests(parity_)};
@@ -236,7 +238,7 @@ void CudaBackend::trim(const int32_t* draft_counts, int32_t* used) {
 }
 
 void CudaBackend::forward(int layer, const void* qkv, void* out) {
-  if (background()) events(layer, plan_->step - 1).transferred.hold(foreground_, capturing_);
+  if (background()) kernels_.hold(layer, foreground_);
   kernels_.append(layer, qkv, foreground_);
   if (background()) {
     events(layer, plan_->step).staged.record(foreground_);
@@ -272,8 +274,10 @@ bool CudaBackend::end_capture() {
   if (background()) {
     counted_in_.record(predict_);
     counted_in_.hold(foreground_);
-    moved_.record(transfer_);
-    moved_.hold(foreground_);
+    for (int i = 0; i < std::min(LayerKernels::kGathers, config_.num_layers); ++i) {
+      moved_in_.record(transfers_[i]);
+      moved_in_.hold(foreground_);
+    }
   }
   capturing_ = false;
   next_layer_ = 0;
@@ -304,13 +308,16 @@ void CudaBackend::predict(int layer) {
 }
 
 void CudaBackend::transfer(int layer) {
+  constexpr int kGathers = LayerKernels::kGathers;
   const LayerEvents& now = events(layer, plan_->step);
-  now.predicted.hold(transfer_);
-  if (layer == 0)  // in the order of the steps: what the next one waits for comes first
-    events(config_.num_layers - 1, plan_->step - 1).transferred.hold(transfer_, capturing_);
-  now.attended.hold(transfer_);
-  kernels_.gather(layer, transfer_);
-  now.transferred.record(transfer_, capturing_);
+  const Stream& stream = transfers_[layer % kGathers];
+  now.predicted.hold(stream);
+  if (layer < kGathers) {  // in the order of the steps: what the next one waits for comes first
+    const int last = config_.num_layers - 1, before = last - (last - layer) % kGathers;
+    wait_flags(buffers_.transferred(before), 1, arrays_.step(parity_), 0, stream);
+  }
+  now.attended.hold(stream);
+  kernels_.gather(layer, stream);
 }
 
 // What select has counted, as of this step.
@@ -333,6 +340,8 @@ void CudaBackend::abort() {
   }
   last_step_ = plan->step;
   drain();
+  if (background())
+    set_flags(buffers_.transferred(0), config_.num_layers, nullptr, last_step_, foreground_);
 }
 
 }  // namespace oasis::cuda

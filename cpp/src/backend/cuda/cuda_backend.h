@@ -1,13 +1,15 @@
-// The CUDA backend. Every call enqueues; the order of streams and events keeps them apart:
+// The CUDA backend. Every call enqueues; the order of streams, events and flags keeps them apart:
 // - foreground: what the caller's layers run on too; sparsify, save, restore and uploads.
-// - predict: score, select and write-through of each layer, after staged(layer).
-// - transfer: gather of each layer, after those and attended(layer), in the order of the steps.
+// - predict: write-through, score and select of each layer, after staged(layer).
+// - transfers: gather of each layer, after those and attended(layer), in the order of the steps;
+//   two, which layers take in turn.
 // The gather needs few SMs and must not wait for them; scoring takes what the foreground leaves.
 //
-// A step runs eagerly, or as one graph of all three that is captured between begin_capture and
-// end_capture. What steps wait for of one another are external events: transferred(layer), and the
-// end of the foreground, after which the foreground stream goes on while the graph's background
-// still runs. Graphs take turns on two streams, by the parity of the step.
+// A step runs eagerly, or as one graph of all that is captured between begin_capture and
+// end_capture. What steps wait for of one another: the flags transferred(layer), in device memory,
+// and as external events the statistics, and the end of the foreground, after which the foreground
+// stream goes on while the graph's background still runs. Graphs take turns on two streams, by the
+// parity of the step.
 //
 // The foreground waits for transferred(layer, t - 1) before it touches layer `layer` in step t, and
 // for all of step t - 1 (join) before it touches what all layers share: tables and whole requests.
@@ -58,7 +60,7 @@ class CudaBackend final : public Backend {
     bool captured;                   // launch() it; else enqueue it on foreground()
     bool capture;                    // between begin_capture() and end_capture(), then launch() it
     bool bucketed;                   // of one of few sizes
-    int gather_ctas;                 // SMs that the step's gather takes
+    GatherShare share;               // ctas 0: it fetches nothing
     const Row* row_list;
     const LogitsRow* logits_row_list;
     const int32_t* drafted_requests;  // table rows, -1: padding
@@ -80,7 +82,7 @@ class CudaBackend final : public Backend {
 
  private:
   struct LayerEvents {
-    Event staged, predicted, attended, transferred;
+    Event staged, predicted, attended;
   };
   static int parity_of(int64_t step) { return static_cast<int>(step & 1); }
   Heads heads() const { return {config_.num_kv_heads, config_.group(), config_.head_dim}; }
@@ -95,7 +97,7 @@ class CudaBackend final : public Backend {
   void transfer(int layer);
   void count_selections();
   void plan_sizes();
-  int gather_ctas(int64_t requests) const;
+  const GatherShare& share_for(int64_t requests) const;
   void end_layers();
   void trace_step();
 
@@ -103,11 +105,13 @@ class CudaBackend final : public Backend {
   const int device_, sms_;
   std::vector<GatherShare> gather_shares_;
   const int max_select_blocks_;
-  Stream foreground_{Priority::kMiddle}, predict_{Priority::kLow}, transfer_{Priority::kHigh};
+  Stream foreground_{Priority::kMiddle}, predict_{Priority::kLow};
+  std::array<Stream, LayerKernels::kGathers> transfers_{Stream(Priority::kHigh),
+                                                        Stream(Priority::kHigh)};
   std::array<Stream, 2> graph_streams_{Stream(Priority::kMiddle), Stream(Priority::kMiddle)};
   std::vector<LayerEvents> events_;  // [layer][parity of the step]
   std::array<Event, 2> foreground_done_, counted_;
-  Event ready_, counted_in_, moved_;  // around and within a captured step
+  Event ready_, counted_in_, moved_in_;  // around and within a captured step
   std::map<StepSize, StepGraphs> graphs_;
 
   Tables tables_;

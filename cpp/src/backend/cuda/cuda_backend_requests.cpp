@@ -5,7 +5,7 @@
 namespace oasis::cuda {
 namespace {
 
-constexpr int kMoveCtas = 8;
+constexpr int kMoveCtas = 8, kMovesInFlight = 4;
 
 }  // namespace
 
@@ -68,7 +68,8 @@ void CudaBackend::move_blocks(const SequenceKv& seq, bool to_device, int count,
                .to_device = to_device,
                .copies = buffers_.moves()},
               foreground_);
-  gather(buffers_.moves(), buffers_.num_moves(), buffers_.head_bytes, kMoveCtas, foreground_);
+  gather(buffers_.moves(), buffers_.num_moves(), buffers_.head_bytes, kMoveCtas, kMovesInFlight, {},
+         foreground_);
 }
 
 void CudaBackend::move_open_blocks(const SequenceKv& seq, bool to_device) {

@@ -15,6 +15,12 @@ void LayerKernels::set_step(int parity, const StepSizes& sizes, const Cutting& c
   cut_ = cut;
 }
 
+void LayerKernels::hold(int layer, cudaStream_t stream) const {
+  if (layer % kHeldLayers != 0) return;
+  wait_flags(buffers_.transferred(layer), std::min(kHeldLayers, config_.num_layers - layer),
+             arrays_.step(parity_), 0, stream);
+}
+
 void LayerKernels::append(int layer, const void* qkv, cudaStream_t stream) const {
   const auto& norms = config_.qk_norms;
   cuda::append(
@@ -146,9 +152,12 @@ void LayerKernels::write_through(int layer, cudaStream_t stream) const {
 }
 
 void LayerKernels::gather(int layer, cudaStream_t stream) const {
-  if (sizes_.gather_ctas == 0) return;
-  cuda::gather(buffers_.copies(layer), buffers_.num_copies(layer), buffers_.head_bytes,
-               sizes_.gather_ctas, stream);
+  const DoneFlag done = {buffers_.transferred(layer), buffers_.gather_arrivals(layer),
+                         arrays_.step(parity_)};
+  if (sizes_.share.ctas == 0) return set_flags(done.flag, 1, done.step, 0, stream);
+  const auto ctas = static_cast<int>(div_up(sizes_.share.ctas, kGathers));
+  cuda::gather(buffers_.copies(layer), buffers_.num_copies(layer), buffers_.head_bytes, ctas,
+               sizes_.share.in_flight, done, stream);
 }
 
 }  // namespace oasis::cuda

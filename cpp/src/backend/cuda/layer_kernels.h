@@ -10,11 +10,14 @@ namespace oasis::cuda {
 struct StepSizes {
   int rows = 0, logits_rows = 0, settled = 0, predictors = 0, drafted = 0, score_blocks = 0,
       staged_rows = 0;
-  int gather_ctas = 0;  // 0: nothing is fetched
+  GatherShare share = {};  // its ctas 0: nothing is fetched
 };
 
 class LayerKernels {
  public:
+  // Gathers at a time: one's end, when its CTAs run dry one by one, is another's middle.
+  static constexpr int kGathers = 2;
+
   LayerKernels(const CoreConfig& config, const Tables& tables, const StepArrays& arrays,
                const Buffers& buffers)
       : config_(config), tables_(tables), arrays_(arrays), buffers_(buffers) {}
@@ -28,10 +31,15 @@ class LayerKernels {
   void select(int layer, cudaStream_t stream) const;
   // Settled blocks of kWriteLayers layers, at the first of them; nothing at the others.
   void write_through(int layer, cudaStream_t stream) const;
+  // Before what the foreground does to kHeldLayers layers, at the first of them: the transfers of
+  // the step before.
+  void hold(int layer, cudaStream_t stream) const;
+  // One of kGathers that may be under way together: its part of the CTAs. Then transferred(layer)
+  // is set to the step.
   void gather(int layer, cudaStream_t stream) const;
 
  private:
-  static constexpr int kWriteLayers = 4;  // each launch costs the host 2 us
+  static constexpr int kWriteLayers = 4, kHeldLayers = 4;  // a launch for several
 
   Heads heads() const { return {config_.num_kv_heads, config_.group(), config_.head_dim}; }
   int max_lanes() const { return sizes_.staged_rows * config_.group(); }

@@ -1,19 +1,22 @@
 // Block-heads from pinned host memory into device pages, or the other way.
 //
 // Grid: num_ctas of one warp. One thread moves runs by cp.async.bulk: host-mapped source -> shared
-// memory -> device, kStages runs of at most kRun bytes in flight. Few SMs feed the link, so that
-// the foreground keeps the others.
+// memory -> device, kAhead runs of at most kRun bytes on their way in, as many on their way out.
+// Few SMs feed the link, so that the foreground keeps the others; and what all have in flight
+// should be little more than what fills the link (some 200 KB, more while others saturate the
+// memory): the rest waits in queues that every kernel's accesses share.
 //
 // Bytes: each block-head once over the link. Floor: those bytes / what a pinned copy of the same
 // size reaches; about 21 GB/s a CTA.
 #include "ops/cuda/check.h"
+#include "ops/cuda/flags.cuh"
 #include "ops/cuda/ops.h"
 #include "ops/cuda/types.cuh"
 
 namespace oasis::cuda {
 namespace {
 
-constexpr int kStages = 16, kRun = 8192;
+constexpr int kRun = 8192;
 
 __device__ void wait(uint32_t barrier, uint32_t phase) {
   asm volatile(
@@ -24,8 +27,10 @@ __device__ void wait(uint32_t barrier, uint32_t phase) {
       : "memory");
 }
 
+template <int kAhead>
 __global__ void __launch_bounds__(32)
-    gather_kernel(const Copy* copies, const int32_t* num_copies, int bytes) {
+    gather_kernel(const Copy* copies, const int32_t* num_copies, int bytes, DoneFlag done) {
+  constexpr int kStages = 2 * kAhead;
   extern __shared__ __align__(128) char stages[];
   __shared__ alignas(8) uint64_t barriers[kStages];
   if (threadIdx.x != 0) return;
@@ -61,7 +66,6 @@ __global__ void __launch_bounds__(32)
   };
   // A stage is fetched into again once the store that read it has: half of the stages are being
   // read, half written.
-  constexpr int kAhead = kStages / 2;
   for (int64_t i = 0; i < kAhead && i < mine; ++i) fetch(i);
   for (int64_t i = 0; i < mine; ++i) {
     wait(barrier0 + 8 * static_cast<uint32_t>(i % kStages), static_cast<uint32_t>(i / kStages & 1));
@@ -78,19 +82,35 @@ __global__ void __launch_bounds__(32)
     }
   }
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+  arrive(done);
 }
 
 }  // namespace
 
-void gather(const Copy* copies, const int32_t* num_copies, int bytes, int num_ctas,
-            cudaStream_t stream) {
+void gather(const Copy* copies, const int32_t* num_copies, int bytes, int num_ctas, int in_flight,
+            const DoneFlag& done, cudaStream_t stream) {
   if (bytes % 16 || (bytes > kRun && bytes % kRun))
     refuse("gather: bytes", bytes, "a multiple of 16, and of 8192 above that");
-  static const cudaError_t allowed = cudaFuncSetAttribute(
-      gather_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kStages * kRun);
-  check(allowed, "gather: shared memory");
-  gather_kernel<<<num_ctas, 32, kStages * kRun, stream>>>(copies, num_copies, bytes);
-  check(cudaGetLastError(), "gather");
+  auto launch = [&]<int kAhead>() {
+    static const cudaError_t allowed = cudaFuncSetAttribute(
+        gather_kernel<kAhead>, cudaFuncAttributeMaxDynamicSharedMemorySize, 2 * kAhead * kRun);
+    check(allowed, "gather: shared memory");
+    gather_kernel<kAhead>
+        <<<num_ctas, 32, 2 * kAhead * kRun, stream>>>(copies, num_copies, bytes, done);
+    check(cudaGetLastError(), "gather");
+  };
+  switch (in_flight) {
+    case 2:
+      return launch.operator()<2>();
+    case 4:
+      return launch.operator()<4>();
+    case 6:
+      return launch.operator()<6>();
+    case 8:
+      return launch.operator()<8>();
+    default:
+      refuse("gather: in_flight", in_flight, "2, 4, 6 or 8");
+  }
 }
 
 }  // namespace oasis::cuda

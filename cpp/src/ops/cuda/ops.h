@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "oasis/config.h"
+#include "ops/cuda/flags.h"
 
 namespace oasis::cuda {
 
@@ -126,9 +127,9 @@ void select(const Select& s, cudaStream_t stream);
 int select_max_blocks(int top_k, int max_lanes);
 
 // Moves block-heads of `bytes` each over the link: `num_ctas` single-warp CTAs, bulk copies through
-// shared memory.
-void gather(const Copy* copies, const int32_t* num_copies, int bytes, int num_ctas,
-            cudaStream_t stream);
+// shared memory, `in_flight` (2, 4, 6 or 8) runs of at most 8 KiB under way in each.
+void gather(const Copy* copies, const int32_t* num_copies, int bytes, int num_ctas, int in_flight,
+            const DoneFlag& done, cudaStream_t stream);
 
 // A row of the step, in a device array.
 struct Row {
