@@ -104,6 +104,40 @@ def test_logits_that_are_not_finite_end_the_requests_of_that_step(prompts: list[
     assert engine.usage()["device_pages_free"] == engine.usage()["device_pages"]
 
 
+def test_a_launch_that_fails_takes_no_token_with_it(prompts: list[list[int]], expected: list[RequestOutput]) -> None:
+    """What was launched before is still read and told; then the error is raised, once, and steps go on."""
+    for fails_at in (1, 2, 3, 9):
+        engine = Engine(EngineConfig(**OPTIONS), runner=LateRunner)
+        launch, steps = engine.runner.launch, iter(range(1, 1000))
+
+        def failing(*args: object, launch: object = launch, steps: object = steps, fails_at: int = fails_at) -> None:
+            if next(steps) == fails_at:
+                raise RuntimeError("no memory")
+            launch(*args)
+
+        engine.runner.launch = failing
+        request = engine.next_id()
+        engine.add(request, prompts[0], SamplingParams(max_tokens=20, ignore_eos=True))
+        tokens: list[int] = []
+        raised = []
+        for _ in range(60):
+            try:
+                tokens += [t for o in engine.step() for t in o.token_ids]
+            except RuntimeError as error:
+                raised.append(str(error))
+                assert len(tokens) == fails_at - 1
+        assert raised == ["no memory"]
+        assert tokens == expected[0].token_ids
+
+
+def test_stop_strings_end_requests_as_in_whole_steps(prompts: list[list[int]], expected: list[RequestOutput]) -> None:
+    requests = [(p, SamplingParams(max_tokens=20, ignore_eos=True, stop=(e.text[9:12],))) for p, e in zip(prompts, expected, strict=True)]
+    whole = run(Engine(EngineConfig(**OPTIONS)), requests)
+    assert sum(w.finish_reason == "stop" for w in whole) > 3
+    for w, g in zip(whole, run(Engine(EngineConfig(**OPTIONS), runner=LateRunner), requests), strict=True):
+        assert (g.text, g.token_ids, g.finish_reason) == (w.text, w.token_ids, w.finish_reason)
+
+
 def test_preempted_requests_resume_with_tokens_that_the_host_has_not_read(prompts: list[list[int]], expected: list[RequestOutput]) -> None:
     page_gib = 30 * 3 * 2 * 16 * 64 * 4 / 2**30
     engine = Engine(EngineConfig(**OPTIONS | {"dense": True, "device_kv_gib": 13.5 * page_gib}), runner=LateRunner)

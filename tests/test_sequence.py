@@ -19,7 +19,8 @@ def outputs_of(tokenizer: Tokenizer, ids: list[int], params: SamplingParams, cut
     outputs = []
     for token in ids[:cut_at]:
         output = RequestOutput(1)
-        sequence.append(Sampled(token, 0.0, ()), output)
+        sequence.take(Sampled(token, 0.0, ()))
+        sequence.show(output)
         if output.token_ids or sequence.finish_reason:
             outputs.append(output)
         assert output.token_ids or not output.text, "text without the tokens it stands for"

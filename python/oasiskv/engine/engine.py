@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import logging
 import time
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +80,16 @@ class _Launched:
     drafting: list[int]
 
 
+@dataclass
+class _Taken:
+    """Requests that have taken a step's tokens, whose text is not read yet; statistics of those that ended by them, which the core has
+    forgotten already; and the outputs of those that failed."""
+
+    sequences: list[Sequence]
+    stats: dict[int, dict[str, Any]]
+    errors: list[RequestOutput]
+
+
 class Engine:
     """Owns the model, the core and every request's tokens. Driven by one thread; only `check` and `next_id` are safe from others."""
 
@@ -105,7 +116,8 @@ class Engine:
         self._on_host = sampler is not None  # that sampler sees every token
         self._sampler = sampler or Sampler(self.tokenizer.eos_ids)
         self._sequences: dict[int, Sequence] = {}
-        self._pending: _Launched | None = None
+        self._launched: deque[_Launched] = deque()  # oldest first; two while the tokens of one are waited for
+        self._error: Exception | None = None  # of a launch, for the next step to raise
         self._ids = itertools.count(1)
 
     # ------------------------------------------------------------ requests
@@ -171,47 +183,63 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Run one step; the outputs of every request that yielded something. [] when nothing can run, or its tokens come next time."""
+        if not self._launched and self._error:
+            error, self._error = self._error, None
+            raise error
         if not self._runner.pipelined or self._on_host or any(s.params.sampled_on_host for s in self._sequences.values()):
-            return self._collect() + self._whole_step()
-        launched = self._launch()
-        outputs = self._collect()
-        self._pending = launched
-        return outputs
+            return self._outputs(self._collect()) if self._launched else self._whole_step()
+        # The device has a step to run while the oldest one's tokens are read; the next is launched before they become text.
+        if len(self._launched) < 2 and self._launch() and len(self._launched) < 2:
+            return []
+        if not self._launched:
+            return []
+        taken = self._collect()
+        self._launch()
+        return self._outputs(taken)
 
-    def _launch(self) -> _Launched | None:
+    def _launch(self) -> bool:
+        """False when nothing can run. An error is kept, for step() to raise when the tokens of what was launched before are read."""
+        if self._error:
+            return False
+        try:
+            return self._launch_next()
+        except Exception as error:
+            self._error = error
+            return False
+
+    def _launch_next(self) -> bool:
         groups = self._core.plan(dict(self._core.begin_step()))
         if not groups:
-            return None
+            return False
         try:
             self._runner.launch(groups, self._sequences)
             sampling = [g.id for g in groups if g.logits_rows]
             self._core.commit(dict.fromkeys(sampling, 1))
         finally:
             self._core.abort_step()  # does nothing once the step is committed
-        return _Launched(self._core.last_step, sampling, [g.id for g in groups if g.drafts])
+        self._launched.append(_Launched(self._core.last_step, sampling, [g.id for g in groups if g.drafts]))
+        return True
 
-    def _collect(self) -> list[RequestOutput]:
-        """The tokens of the step launched before."""
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return []
-        tokens = self._runner.results(pending.step, len(pending.sampling))
+    def _collect(self) -> _Taken:
+        """Waits for the tokens of the oldest launched step."""
+        launched = self._launched.popleft()
+        tokens = self._runner.results(launched.step, len(launched.sampling))
         sequences = self._sequences
-        for i, used in zip(pending.drafting, self._runner.drafts_used(pending.step, len(pending.drafting)), strict=True):
+        for i, used in zip(launched.drafting, self._runner.drafts_used(launched.step, len(launched.drafting)), strict=True):
             if i in sequences:
                 sequences[i].drafted += used
-        outputs: dict[int, RequestOutput] = {}
-        broken: dict[int, str] = {}
-        for i, token in zip(pending.sampling, tokens, strict=True):
+        taken: dict[int, Sequence] = {}
+        broken: list[int] = []
+        for i, token in zip(launched.sampling, tokens, strict=True):
             sequence = sequences.get(i)
             if sequence is None:  # it has ended since
                 continue
             if token < 0:
-                broken[i] = _NOT_FINITE
+                broken.append(i)
             else:
-                outputs[i] = output = RequestOutput(i)
-                sequence.append(Sampled(token), output)
-        return self._close(outputs, broken, pending.step)
+                taken[i] = sequence
+                sequence.take(Sampled(token))
+        return self._end_finished(taken, broken, launched.step)
 
     def _whole_step(self) -> list[RequestOutput]:
         drafts = self._propose()
@@ -237,8 +265,8 @@ class Engine:
 
     def _finish_step(self, groups: list[_core.RowGroup], drafts: dict[int, list[int]], logits: torch.Tensor) -> list[RequestOutput]:
         yielded: dict[int, int] = {}
-        outputs: dict[int, RequestOutput] = {}
-        broken: dict[int, str] = {}
+        taken: dict[int, Sequence] = {}
+        broken: list[int] = []
         first_row = 0
         pending: list[tuple[_core.RowGroup, int]] = []  # group, its first logits row
         for g in groups:
@@ -255,9 +283,10 @@ class Engine:
                 sequence = self._sequences[g.id]
                 yielded[g.id] = round_ + 1
                 if token is None:
-                    broken[g.id] = _NOT_FINITE
+                    broken.append(g.id)
                     continue
-                sequence.append(token, outputs.setdefault(g.id, RequestOutput(g.id)))
+                taken[g.id] = sequence
+                sequence.take(token)
                 draft = drafts.get(g.id, [])
                 if round_ + 1 < g.logits_rows and not sequence.finish_reason and draft[round_] == token.token_id:
                     further.append((g, row0))
@@ -268,7 +297,7 @@ class Engine:
                 self._sequences[g.id].drafted += g.drafts
                 self._sequences[g.id].accepted += yielded[g.id] - 1
         self._core.commit(yielded)
-        return self._close(outputs, broken)
+        return self._outputs(self._end_finished(taken, broken))
 
     def _sample(self, pending: list[tuple[_core.RowGroup, int]], logits: torch.Tensor) -> list[Sampled | None]:
         rows = []
@@ -282,14 +311,21 @@ class Engine:
         sampled = iter(self._sampler.sample(logits[kept], [rows[i] for i in kept]) if kept else [])
         return [next(sampled) if ok else None for ok in good]
 
-    def _close(self, outputs: dict[int, RequestOutput], broken: dict[int, str], step: int = 0) -> list[RequestOutput]:
-        for request_id, output in outputs.items():
-            sequence = self._sequences[request_id]
-            if request_id not in broken and sequence.finish_reason:
-                output.finished, output.finish_reason = True, sequence.finish_reason
-                output.stats = self._end(sequence, step)
-        results = [o for o in outputs.values() if o.token_ids or o.finished]
-        return results + [o for i, why in broken.items() if (o := self.stop(i, "error", why))]
+    def _end_finished(self, taken: dict[int, Sequence], broken: list[int], step: int = 0) -> _Taken:
+        stats = {i: self._end(sequence, step) for i, sequence in taken.items() if sequence.finish_reason and i not in broken}
+        errors = [output for i in broken if (output := self.stop(i, "error", _NOT_FINITE))]
+        return _Taken([sequence for i, sequence in taken.items() if i not in broken], stats, errors)
+
+    def _outputs(self, taken: _Taken) -> list[RequestOutput]:
+        outputs = []
+        for sequence in taken.sequences:
+            output = RequestOutput(sequence.id)
+            sequence.show(output)
+            if sequence.finish_reason:
+                output.finished, output.finish_reason, output.stats = True, sequence.finish_reason, taken.stats[sequence.id]
+            if output.token_ids or output.finished:
+                outputs.append(output)
+        return outputs + taken.errors
 
     @property
     def runner(self) -> Runner:

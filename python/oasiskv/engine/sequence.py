@@ -90,6 +90,8 @@ class Sequence:
         self._stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids)
         self._detokenizer = detokenizer
         self._stop_text = StopText(params.stop, params.include_stop_text)
+        self._unread: list[int] = []  # tokens whose text is not looked at yet
+        self._stop_met = False
         self._hidden_text = ""  # what was generated and not shown yet, because part of it may belong to a stop string
         self._hidden_ids: list[int] = []
         self._hidden_logprobs: list[Sampled] = []
@@ -101,8 +103,8 @@ class Sequence:
     def generated(self) -> int:
         return len(self.token_ids) - self.prompt_tokens
 
-    def append(self, sampled: Sampled, output: RequestOutput) -> None:
-        """Take one token; put what may be shown of it into `output`."""
+    def take(self, sampled: Sampled) -> None:
+        """Take one token: whether it ends the request is known then. Its text waits for `show`, unless a stop string may be in it."""
         self._last_token = time.perf_counter()
         if self._first_token is None:
             self._first_token = self._last_token
@@ -114,24 +116,29 @@ class Sequence:
         generated = self.generated
         if token in self._stops and generated >= params.min_tokens:
             self.finish_reason = "stop"
-            self._take_rest()
-        else:
+            return
+        self._unread.append(token)
+        if generated >= params.max_tokens:
+            self.finish_reason = "length"
+        if params.stop:
+            self._read()
+
+    def _read(self) -> None:
+        for token in self._unread:
             text, met = self._stop_text.push(self._detokenizer.push(token))
             self._hidden_text += text
             if met:
-                self.finish_reason = "stop"
-            elif generated >= params.max_tokens:
-                self.finish_reason = "length"
-                self._take_rest()
-        if self.finish_reason or (self._detokenizer.complete and not self._stop_text.holding):
-            self._show(output)
+                self._stop_met, self.finish_reason = True, "stop"
+        self._unread.clear()
 
-    def _take_rest(self) -> None:
-        """No token follows: nothing is held back any more."""
-        text, met = self._stop_text.push(self._detokenizer.flush())
-        self._hidden_text += text + ("" if met else self._stop_text.flush())
-
-    def _show(self, output: RequestOutput) -> None:
+    def show(self, output: RequestOutput) -> None:
+        """Put what may be shown of what was taken into `output`."""
+        self._read()
+        if self.finish_reason and not self._stop_met:  # no token follows: nothing is held back any more
+            text, met = self._stop_text.push(self._detokenizer.flush())
+            self._hidden_text += text + ("" if met else self._stop_text.flush())
+        elif not self.finish_reason and (self._stop_text.holding or not self._detokenizer.complete):
+            return
         output.text += self._hidden_text
         output.token_ids += self._hidden_ids
         output.logprobs += self._hidden_logprobs
@@ -141,8 +148,7 @@ class Sequence:
         """End it from outside; everything held back is shown."""
         self.finish_reason = reason
         output = RequestOutput(self.id, finished=True, finish_reason=reason, error=error, stats=stats)
-        self._take_rest()
-        self._show(output)
+        self.show(output)
         return output
 
     def timings(self) -> dict[str, float]:
