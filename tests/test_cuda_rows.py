@@ -211,6 +211,8 @@ def test_flags_order_streams() -> None:
     first, second = torch.cuda.Stream(), torch.cuda.Stream()
     flags, step = torch.tensor([4, 9, 4], device="cuda"), torch.tensor([6], device="cuda")
     big, seen = torch.zeros(64 << 20, device="cuda"), torch.zeros(2, device="cuda")
+    predictors, number = ints([(request, *[0] * 6) for request in (2, 0)]), ints([2])
+    stats = torch.full((4, 4), 100, device="cuda")
     torch.cuda.synchronize()
     with torch.cuda.stream(first):
         for i in range(20):
@@ -220,13 +222,17 @@ def test_flags_order_streams() -> None:
             big.fill_(i + 101.0)
         _core.cuda.set_flags(flags[2:].data_ptr(), 1, step.data_ptr(), 0, first.cuda_stream)
     with torch.cuda.stream(second):
-        _core.cuda.wait_flags(flags.data_ptr(), 2, step.data_ptr(), 0, second.cuda_stream)
+        counted = {"predictors": predictors.data_ptr(), "num_predictors": number.data_ptr(), "stats": stats.data_ptr()}
+        _core.cuda.wait_flags(flags.data_ptr(), 2, step.data_ptr(), 0, second.cuda_stream, **counted)
         seen[0] = big[-1]
         _core.cuda.wait_flags(flags[1:].data_ptr(), 2, 0, 6, second.cuda_stream)
         seen[1] = big[-1]
     torch.cuda.synchronize()
     assert flags.tolist() == [5, 9, 6]
     assert seen[0] >= 20 and seen[1] == 120
+    waited = stats[:, 3].tolist()
+    assert waited[1] == waited[3] == 100 and waited[0] == waited[2] > 1000, "20 fills of 256 MiB take longer than a microsecond"
+    assert (stats[:, :3] == 100).all()
     with pytest.raises(ValueError, match=r"wait_flags: count = 33"):
         _core.cuda.wait_flags(flags.data_ptr(), 33, 0, 0, 0)
 

@@ -147,10 +147,13 @@ void gather(uintptr_t copies, uintptr_t num_copies, int bytes, int num_ctas, int
                reinterpret_cast<cudaStream_t>(stream));
 }
 
-void wait_flags(uintptr_t flags, int count, uintptr_t step, int64_t value, uintptr_t stream) {
-  cuda::wait_flags(reinterpret_cast<const int64_t*>(flags), count,
-                   reinterpret_cast<const int64_t*>(step), value,
-                   reinterpret_cast<cudaStream_t>(stream));
+void wait_flags(uintptr_t flags, int count, uintptr_t step, int64_t value, uintptr_t stream,
+                uintptr_t predictors, uintptr_t num_predictors, uintptr_t stats) {
+  cuda::wait_flags(
+      reinterpret_cast<const int64_t*>(flags), count, reinterpret_cast<const int64_t*>(step), value,
+      {reinterpret_cast<const cuda::Predictor*>(predictors),
+       reinterpret_cast<const int32_t*>(num_predictors), reinterpret_cast<int64_t*>(stats)},
+      reinterpret_cast<cudaStream_t>(stream));
 }
 
 void set_flags(uintptr_t flags, int count, uintptr_t step, int64_t value, uintptr_t stream) {
@@ -222,7 +225,9 @@ void bind_cuda(py::module_& m) {
   m.def("gather", &gather, py::arg("copies"), py::arg("num_copies"), py::arg("bytes"),
         py::arg("num_ctas"), py::arg("in_flight"), py::arg("stream"), py::arg("flag") = 0,
         py::arg("arrivals") = 0, py::arg("step") = 0);
-  m.def("wait_flags", &wait_flags);
+  m.def("wait_flags", &wait_flags, py::arg("flags"), py::arg("count"), py::arg("step"),
+        py::arg("value"), py::arg("stream"), py::arg("predictors") = 0,
+        py::arg("num_predictors") = 0, py::arg("stats") = 0);
   m.def("set_flags", &set_flags);
   m.def("add_rms_norm", &add_rms_norm);
   m.def("silu_mul", &silu_mul);

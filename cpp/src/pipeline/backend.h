@@ -18,7 +18,7 @@ namespace oasis {
 struct LookaheadStats {
   int64_t predicted = 0, admitted = 0, capped = 0;
   int64_t bytes_fetched = 0;
-  double stall_ms = 0;  // on the CPU
+  double stall_ms = 0;  // that its steps waited for transfers of the step before
 };
 
 class Backend {

@@ -28,21 +28,24 @@ class Arm:
         self.name, self.engine = name, engine
         self._turns: list[float] = []  # seconds from a step's tokens to the end of the next launch
         self._arrived: float | None = None
+        self._waited = 0.0  # seconds for tokens, in all
         runner = engine.runner
         runner.results, runner.launch = self._then(runner.results, self._arrive), self._then(runner.launch, self._launched)
 
-    def _then(self, call: Callable[..., Any], note: Callable[[], None]) -> Callable[..., Any]:
+    def _then(self, call: Callable[..., Any], note: Callable[[float], None]) -> Callable[..., Any]:
         def noted(*args: Any) -> Any:
+            began = time.perf_counter()
             result = call(*args)
-            note()
+            note(began)
             return result
 
         return noted
 
-    def _arrive(self) -> None:
+    def _arrive(self, asked: float) -> None:
         self._arrived = time.perf_counter()
+        self._waited += self._arrived - asked
 
-    def _launched(self) -> None:
+    def _launched(self, _: float) -> None:
         if self._arrived is not None:
             self._turns.append(time.perf_counter() - self._arrived)
         self._arrived = None
@@ -68,12 +71,17 @@ class Arm:
         return {"running": engine.usage()["decoding"], "prefill_s": time.perf_counter() - begin}
 
     def measure(self, steps: int) -> dict[str, float]:
-        """Step times over `steps` steps. Raises EngineError when not the same requests ran through all of them."""
+        """Over `steps` steps: their times; the link's megabytes; what the foreground stalled, waiting for the step before's transfers; and
+        of the host: from tokens to the next launch (`turn`), and all of its time but the wait for tokens (`host`).
+
+        Raises EngineError when not the same requests ran through all of them.
+        """
         engine, running = self.engine, self.engine.usage()["decoding"]
         for _ in range(WARM_UP_STEPS):
             engine.step()
-        fetched = self._bytes_fetched()
+        fetched, stalled = self._transfers()
         self._turns.clear()
+        self._waited = 0.0
         times = []
         last = time.perf_counter()
         for _ in range(steps):
@@ -83,11 +91,15 @@ class Arm:
             last = now
         if engine.usage()["decoding"] != running:
             raise EngineError(f"{running} requests ran when the measurement began, {engine.usage()['decoding']} at its end")
+        waited = self._waited
+        fetched_now, stalled_now = self._transfers()
         return {
             "tpot_ms": statistics.median(times) * 1e3,
             "tpot_mean_ms": statistics.fmean(times) * 1e3,
             "tpot_p99_ms": _percentile(times, 0.99) * 1e3,
-            "link_mb_step": (self._bytes_fetched() - fetched) / steps / 1e6,
+            "link_mb_step": (fetched_now - fetched) / steps / 1e6,
+            "stall_ms_step": (stalled_now - stalled) / steps,
+            "host_ms_step": (sum(times) - waited) / steps * 1e3,
             "turn_ms": statistics.median(self._turns) * 1e3,
             "turn_p99_ms": _percentile(self._turns, 0.99) * 1e3,
         }
@@ -96,6 +108,8 @@ class Arm:
         """By name: calls a step, and microseconds a step and a call, of the kernels on the GPU and of CUDA's calls on the host."""
         from torch.profiler import ProfilerActivity, profile
 
+        for _ in range(WARM_UP_STEPS):
+            self.engine.step()
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as prof:
             for _ in range(steps):
                 self.engine.step()
@@ -123,9 +137,10 @@ class Arm:
         ]
         return sorted(rows, key=lambda r: (r["where"], -float(r["us_step"])))
 
-    def _bytes_fetched(self) -> int:
-        """By those that run, in all."""
-        return sum(self.engine.stats(i)["bytes_fetched"] for i in self.engine.request_ids())
+    def _transfers(self) -> tuple[int, float]:
+        """Bytes that all who run have fetched; milliseconds that the oldest's steps have stalled."""
+        stats = [self.engine.stats(i) for i in self.engine.request_ids()]
+        return sum(s["bytes_fetched"] for s in stats), stats[0]["stall_ms"] if stats else 0.0
 
     def empty(self) -> None:
         """Cancel all. Raises EngineError when something of them stays behind in the pools."""

@@ -24,7 +24,7 @@ from oasiskv.config import BLOCK_TOKENS, EngineConfig
 from oasiskv.engine.cuda_runner import CudaRunner, make_decoder, require_cuda
 from oasiskv.engine.engine import Engine, core_config
 from oasiskv.engine.loaded import LoadedModel, load_model
-from oasiskv.engine.sm_share import SmShare
+from oasiskv.engine.sm_share import SmShare, sm_shares
 
 _PROFILED_STEPS = 4
 
@@ -105,9 +105,13 @@ def run(args: argparse.Namespace) -> list[dict[str, object]]:
             filled = arm.fill(concurrency, args.context, _outputs(args, concurrency))
             for shares in [None] if arm.engine.config.dense else args.sms or [None]:
                 if shares is not None:
-                    arm.engine.runner.share_sms([SmShare(float("inf"), *shares)])
+                    _share(arm, shares)
                 chosen = "table" if shares is None else ":".join(str(part) for part in shares)
-                row = _rounded({"sms": chosen, **_measured(arm, args, rates, concurrency, filled)}, 3)
+                row = {"sms": chosen, **_measured(arm, args, rates, concurrency, filled)}
+                if args.slow_down and row["gather_ctas"]:
+                    row |= _slow_down(arm, args, row)
+                    _share(arm, shares)
+                row = _rounded(row, 3)
                 rows.append(row)
                 _report(row)
                 if args.json:
@@ -120,8 +124,13 @@ def run(args: argparse.Namespace) -> list[dict[str, object]]:
 
 def _outputs(args: argparse.Namespace, concurrency: int) -> int:
     """Tokens of a request: it runs on while others are filled in, some steps each, and through every measurement."""
-    a_measurement = WARM_UP_STEPS + args.output + _PROFILED_STEPS
-    return a_measurement * max(1, len(args.sms)) + 3 * concurrency + 32
+    measured, profiled = WARM_UP_STEPS + args.output, WARM_UP_STEPS + _PROFILED_STEPS
+    return (measured * (1 + args.slow_down) + profiled) * max(1, len(args.sms)) + 3 * concurrency + 32
+
+
+def _share(arm: Arm, shares: tuple[int, ...] | None) -> None:
+    """None: by the GPU's table."""
+    arm.engine.runner.share_sms([SmShare(float("inf"), *shares)] if shares else sm_shares(torch.cuda.get_device_name()))
 
 
 def _rounded(row: dict[str, Any], digits: int) -> dict[str, Any]:
@@ -155,6 +164,15 @@ def _measured(arm: Arm, args: argparse.Namespace, rates: dict[str, float], concu
     }
 
 
+def _slow_down(arm: Arm, args: argparse.Namespace, row: dict[str, Any]) -> dict[str, float]:
+    """The foreground beside the gather (a step less what it stalled) against a step in which nothing is fetched."""
+    _share(arm, (0, 0))
+    alone = arm.measure(args.output)["tpot_mean_ms"]
+    beside = row["tpot_mean_ms"] - row["stall_ms_step"]
+    bound = max(beside, row["link_floor_ms"])
+    return {"foreground_alone_ms": alone, "foreground_ms": beside, "slow_down": beside / alone, "over_bound": row["tpot_mean_ms"] / bound}
+
+
 def _profile(arm: Arm, args: argparse.Namespace, concurrency: int) -> None:
     trace = f"{args.trace}.{arm.name}.{concurrency}.json.gz" if args.trace else None
     for entry in arm.profile(_PROFILED_STEPS, trace):
@@ -162,12 +180,14 @@ def _profile(arm: Arm, args: argparse.Namespace, concurrency: int) -> None:
 
 
 def _report(row: dict[str, Any]) -> None:
+    slow = f", foreground {row['foreground_alone_ms']:.2f} -> {row['foreground_ms']:.2f} ms" if "slow_down" in row else ""
     share = f"{row['gather_ctas']}:{row['foreground_sms']}:{row['gather_in_flight']}"
     say(
         f"{row['mode']:6} {row['context']} x {row['running']:3} of {row['concurrency']:3} ({share}): "
         f"{row['tok_s']:7.0f} tok/s, TPOT {row['tpot_ms']:6.2f} ms (mean {row['tpot_mean_ms']:.2f}, p99 {row['tpot_p99_ms']:.2f}), "
         f"floors: HBM {row['hbm_floor_ms']:.2f}, link {row['link_mb_step']:.0f} MB = {row['link_floor_ms']:.2f} ms; "
-        f"turn {row['turn_ms']:.2f} ms, prefill {row['prefill_s']:.1f} s"
+        f"stall {row['stall_ms_step']:.2f}, host {row['host_ms_step']:.2f}, turn {row['turn_ms']:.2f} ms"
+        f"{slow}, prefill {row['prefill_s']:.1f} s"
     )
 
 
@@ -216,6 +236,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="gather CTAs : SMs of products (0: all) : runs of 8 KiB in flight a CTA (8), for oasis, in place of the table's; each is "
         "measured; 0:0 fetches nothing",
     )
+    parser.add_argument("--slow-down", action="store_true", help="measure oasis with nothing fetched too")
     parser.add_argument("--no-graphs", action="store_true")
     parser.add_argument("--profile", help="file that the kernels and CUDA calls of a step are added to, a JSON object a line")
     parser.add_argument("--trace", help="with --profile: begin of the names of traces for chrome://tracing")

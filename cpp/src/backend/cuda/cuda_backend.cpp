@@ -84,7 +84,7 @@ CudaBackend::~CudaBackend() { cudaDeviceSynchronize(); }
 void CudaBackend::join() {
   if (last_step_ == 0 || !background()) return;
   const int first = std::max(0, config_.num_layers - LayerKernels::kGathers);
-  wait_flags(buffers_.transferred(first), config_.num_layers - first, nullptr, last_step_,
+  wait_flags(buffers_.transferred(first), config_.num_layers - first, nullptr, last_step_, {},
              foreground_);
 }
 
@@ -94,7 +94,7 @@ LookaheadStats CudaBackend::stats(const SequenceKv& seq, int64_t step) {
   const auto* n =
       reinterpret_cast<const int64_t*>(stats_.data()) +
       (int64_t{parity_of(step)} * config_.max_batch_size + seq.row().value) * Tables::kStats;
-  return {n[0], n[1], n[2], n[1] * buffers_.head_bytes, 0.0};
+  return {n[0], n[1], n[2], n[1] * buffers_.head_bytes, static_cast<double>(n[3]) / 1e6};
 }
 
 void CudaBackend::drain() {
@@ -314,7 +314,7 @@ void CudaBackend::transfer(int layer) {
   now.predicted.hold(stream);
   if (layer < kGathers) {  // in the order of the steps: what the next one waits for comes first
     const int last = config_.num_layers - 1, before = last - (last - layer) % kGathers;
-    wait_flags(buffers_.transferred(before), 1, arrays_.step(parity_), 0, stream);
+    wait_flags(buffers_.transferred(before), 1, arrays_.step(parity_), 0, {}, stream);
   }
   now.attended.hold(stream);
   kernels_.gather(layer, stream);

@@ -18,7 +18,9 @@ void LayerKernels::set_step(int parity, const StepSizes& sizes, const Cutting& c
 void LayerKernels::hold(int layer, cudaStream_t stream) const {
   if (layer % kHeldLayers != 0) return;
   wait_flags(buffers_.transferred(layer), std::min(kHeldLayers, config_.num_layers - layer),
-             arrays_.step(parity_), 0, stream);
+             arrays_.step(parity_), 0,
+             {arrays_.predictors(parity_), arrays_.num_predictors(parity_), tables_.stats()},
+             stream);
 }
 
 void LayerKernels::append(int layer, const void* qkv, cudaStream_t stream) const {

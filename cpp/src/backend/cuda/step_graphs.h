@@ -30,7 +30,8 @@ class Graph {
   bool end_capture(cudaStream_t s) {
     cudaGraph_t graph;
     check(cudaStreamEndCapture(s, &graph), "capture");
-    // Streams' priorities are not kept: with them the launch took twice as long, for no faster step.
+    // Streams' priorities are not kept: with them the launch took twice as long, for no faster
+    // step.
     const cudaError_t error = cudaGraphInstantiate(&exec_, graph, 0);
     cudaGraphDestroy(graph);
     if (error == cudaErrorMemoryAllocation) {

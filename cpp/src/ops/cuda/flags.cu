@@ -1,8 +1,10 @@
-// set_flags: a thread a flag. wait_flags: one warp, a lane a flag, that looks every 0.1 us or so.
+// set_flags: a thread a flag. wait_flags: one warp, a lane a flag, that looks every 0.1 us or so;
+// then a lane a request that it is counted for.
 #include "ops/cuda/flags.h"
 
 #include "ops/cuda/check.h"
 #include "ops/cuda/flags.cuh"
+#include "ops/cuda/ops.h"
 
 namespace oasis::cuda {
 namespace {
@@ -21,14 +23,21 @@ __global__ void set_kernel(int64_t* flags, int count, const int64_t* step, int64
 }
 
 __global__ void __launch_bounds__(32)
-    wait_kernel(const int64_t* flags, int count, const int64_t* step, int64_t value) {
-  if (static_cast<int>(threadIdx.x) >= count) return;
+    wait_kernel(const int64_t* flags, int count, const int64_t* step, int64_t value, Waiting w) {
   const int64_t wanted = step ? *step - 1 : value;
+  const int lane = threadIdx.x;
   const uint64_t begin = now_ns();
-  while (load_acquire(flags + threadIdx.x) < wanted) {
+  bool waited = false;
+  while (lane < count && load_acquire(flags + lane) < wanted) {
+    waited = true;
     if (now_ns() - begin > kDeadlineNs) __trap();
     __nanosleep(100);
   }
+  if (!__any_sync(~0u, waited) || !w.predictors) return;
+  const uint64_t ns = now_ns() - begin;
+  for (int i = lane; i < *w.count; i += 32)
+    atomicAdd(reinterpret_cast<unsigned long long*>(w.stats + 4ll * w.predictors[i].request + 3),
+              static_cast<unsigned long long>(ns));
 }
 
 }  // namespace
@@ -39,9 +48,9 @@ void set_flags(int64_t* flags, int count, const int64_t* step, int64_t value, cu
 }
 
 void wait_flags(const int64_t* flags, int count, const int64_t* step, int64_t value,
-                cudaStream_t stream) {
+                const Waiting& waiting, cudaStream_t stream) {
   if (count < 1 || count > 32) refuse("wait_flags: count", count, "1 to 32");
-  wait_kernel<<<1, 32, 0, stream>>>(flags, count, step, value);
+  wait_kernel<<<1, 32, 0, stream>>>(flags, count, step, value, waiting);
   check(cudaGetLastError(), "wait_flags");
 }
 

@@ -12,6 +12,15 @@
 
 namespace oasis::cuda {
 
+struct Predictor;
+
+// Whom a wait is counted for: the requests of predictors[*count].
+struct Waiting {
+  const Predictor* predictors;  // null: nobody
+  const int32_t* count;
+  int64_t* stats;  // [request][4], as Select's: adds to the last, in nanoseconds
+};
+
 // A flag as a kernel of several CTAs sets it, when its last one ends.
 struct DoneFlag {
   int64_t* flag;        // null: none
@@ -25,6 +34,6 @@ void set_flags(int64_t* flags, int count, const int64_t* step, int64_t value, cu
 // What follows in the stream runs once each of flags[count], at most 32, is *step - 1 or more, or
 // `value` or more where step is null. A wait of two minutes is a fault of the device.
 void wait_flags(const int64_t* flags, int count, const int64_t* step, int64_t value,
-                cudaStream_t stream);
+                const Waiting& waiting, cudaStream_t stream);
 
 }  // namespace oasis::cuda

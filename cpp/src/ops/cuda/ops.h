@@ -120,7 +120,7 @@ struct Select {
   void* pool;           // one layer
   Copy* copies;         // room for max_predictors * H * fetch_cap
   int32_t* num_copies;  // zero; counts up
-  int64_t* stats;       // [request][4]: block-heads predicted, admitted, capped, and spare
+  int64_t* stats;       // [request][4]: block-heads predicted, admitted, capped; ns waited
 };
 void select(const Select& s, cudaStream_t stream);
 // The most blocks that select serves with this top_k and so many lanes.
