@@ -175,7 +175,7 @@ class Harness {  // a new one, and so events never recorded, for each scenario
   void join(int64_t t) {
     if (t == 0 || fault_ == kBackgroundNotAwaited) return;
     const int first = kLayers - (fault_ == kOneStreamAwaited ? 1 : kGathers);
-    wait_flags(transferred(first), kLayers - first, nullptr, t, foreground_);
+    wait_flags(transferred(first), kLayers - first, nullptr, t, {}, foreground_);
   }
 
   // Pinned memory is written again when the stream is past the copy out of it.
@@ -252,7 +252,7 @@ class Harness {  // a new one, and so events never recorded, for each scenario
   void hold(int l, int64_t t) {
     if (l % kHeldLayers != 0 || fault_ == kTransferNotAwaited) return;
     const int count = fault_ == kOneLayerAwaited ? 1 : std::min(kHeldLayers, kLayers - l);
-    wait_flags(transferred(l), count, step(t), 0, foreground_);
+    wait_flags(transferred(l), count, step(t), 0, {}, foreground_);
   }
 
   void predict(int l, int64_t t, int size) {
@@ -268,7 +268,7 @@ class Harness {  // a new one, and so events never recorded, for each scenario
     const Stream& stream = transfers_[l % kGathers];
     now.predicted.hold(stream);
     if (l < kGathers && fault_ != kGathersUnordered)
-      wait_flags(transferred(last_beside(l)), 1, step(t), 0, stream);
+      wait_flags(transferred(last_beside(l)), 1, step(t), 0, {}, stream);
     if (fault_ != kAttentionNotAwaited) now.attended.hold(stream);
     const DoneFlag flag = {transferred(l), state_->arrivals + l, step(t)};
     const bool early = fault_ == kTransferredTooEarly;

@@ -148,8 +148,8 @@ void CudaBackend::trace_step() {
 // ------------------------------------------------------------ a step
 
 void CudaBackend::begin(std::shared_ptr<const StepPlan> plan) {
+  plan_ = std::move(plan);  // from here on abort() ends it
   use_device();
-  plan_ = std::move(plan);
   parity_ = parity_of(plan_->step);
   next_layer_ = 0;
   for (const RowGroup& g : plan_->groups)
@@ -198,7 +198,11 @@ void CudaBackend::plan_sizes() {
     sizes_.staged_rows = std::max(1, config_.max_draft_len);
     tiles = decode_tiles(config_);
   }
-  if (sizes_.predictors > 0) sizes_.share = share_for(sizes_.logits_rows);
+  if (sizes_.predictors > 0) {
+    sizes_.share = share_for(sizes_.logits_rows);
+    sizes_.share.ctas = static_cast<int>(div_up(sizes_.share.ctas, LayerKernels::kGathers)) *
+                        LayerKernels::kGathers;
+  }
   // Where the gather's CTAs are, others have no room: theirs would run after all the rest.
   cut_.decode = decode;
   cut_.attention_ctas = (sms_ - sizes_.share.ctas) * attention_ctas_per_sm();

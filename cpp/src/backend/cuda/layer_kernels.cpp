@@ -157,9 +157,8 @@ void LayerKernels::gather(int layer, cudaStream_t stream) const {
   const DoneFlag done = {buffers_.transferred(layer), buffers_.gather_arrivals(layer),
                          arrays_.step(parity_)};
   if (sizes_.share.ctas == 0) return set_flags(done.flag, 1, done.step, 0, stream);
-  const auto ctas = static_cast<int>(div_up(sizes_.share.ctas, kGathers));
-  cuda::gather(buffers_.copies(layer), buffers_.num_copies(layer), buffers_.head_bytes, ctas,
-               sizes_.share.in_flight, done, stream);
+  cuda::gather(buffers_.copies(layer), buffers_.num_copies(layer), buffers_.head_bytes,
+               sizes_.share.ctas / kGathers, sizes_.share.in_flight, done, stream);
 }
 
 }  // namespace oasis::cuda

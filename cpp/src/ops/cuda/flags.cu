@@ -40,9 +40,19 @@ __global__ void __launch_bounds__(32)
               static_cast<unsigned long long>(ns));
 }
 
+// Else an SM that runs one alone may be set up with little shared memory, and would keep gathers
+// and products, which need much, out of it as long as it waits.
+template <class Kernel>
+cudaError_t leave_shared_memory(Kernel* kernel) {
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                              cudaSharedmemCarveoutMaxShared);
+}
+
 }  // namespace
 
 void set_flags(int64_t* flags, int count, const int64_t* step, int64_t value, cudaStream_t stream) {
+  static const cudaError_t set_up = leave_shared_memory(set_kernel);
+  check(set_up, "set_flags");
   set_kernel<<<1, 128, 0, stream>>>(flags, count, step, value);
   check(cudaGetLastError(), "set_flags");
 }
@@ -50,6 +60,8 @@ void set_flags(int64_t* flags, int count, const int64_t* step, int64_t value, cu
 void wait_flags(const int64_t* flags, int count, const int64_t* step, int64_t value,
                 const Waiting& waiting, cudaStream_t stream) {
   if (count < 1 || count > 32) refuse("wait_flags: count", count, "1 to 32");
+  static const cudaError_t set_up = leave_shared_memory(wait_kernel);
+  check(set_up, "wait_flags");
   wait_kernel<<<1, 32, 0, stream>>>(flags, count, step, value, waiting);
   check(cudaGetLastError(), "wait_flags");
 }
