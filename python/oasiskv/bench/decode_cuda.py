@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from oasiskv.bench.arm import WARM_UP_STEPS, Arm
+from oasiskv.bench.arm import REFILL_STEPS, WARM_UP_STEPS, Arm
 from oasiskv.bench.report import GIB, append_row, say
 from oasiskv.bench.synthetic import SyntheticRunner
 from oasiskv.bench.timing import Read, paired
@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> list[dict[str, object]]:
 
 def _outputs(args: argparse.Namespace, concurrency: int) -> int:
     """Tokens of a request: it runs on while others are filled in, some steps each, and through every measurement."""
-    measured, profiled = WARM_UP_STEPS + args.output, WARM_UP_STEPS + _PROFILED_STEPS
+    measured, profiled = WARM_UP_STEPS + args.output + REFILL_STEPS, WARM_UP_STEPS + _PROFILED_STEPS
     return (measured * (1 + args.slow_down) + profiled) * max(1, len(args.sms)) + 3 * concurrency + 32
 
 
