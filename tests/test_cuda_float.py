@@ -171,7 +171,7 @@ def score(
     """Float32 scores of staged [row, Hq, D] for summaries [page, H, 64, 2, D], as the kernel lays them out."""
     heads, dim = summaries.shape[1], summaries.shape[-1]
     group = staged.shape[1] // heads
-    splits = [(i, p[0], b, min(p[3], b + size)) for i, p in enumerate(predictors) for b in range(0, p[3], size)]
+    splits = [(i, b, min(p[3], b + size)) for i, p in enumerate(predictors) for b in range(0, p[3], size)]
     last = predictors[-1]
     scores = torch.full((last[5] + heads * last[2] * group * last[6],), NAN, device="cuda")
     keep = [ints(predictors), ints(splits), ints([len(splits)])]

@@ -88,7 +88,7 @@ def test_score(dtype: str, dim: int, kind: str) -> None:
             rows, blocks = rng.randrange(1, 4), rng.choice(BLOCKS)
             padded = -(-blocks // 32) * 32
             predictors.append((batch - 1 - i, staged0, rows, blocks, 0, scores0, padded))
-            splits += [(i, batch - 1 - i, b, min(blocks, b + size)) for b in range(0, blocks, size)]
+            splits += [(i, b, min(blocks, b + size)) for b in range(0, blocks, size)]
             staged0, scores0 = staged0 + rows, scores0 + heads * rows * group * padded
         staged = torch.randn(staged0, heads * group, dim, device="cuda").to(DTYPES[dtype])
         pool = torch.randn(batch * stride, heads, 64, 2, dim, device="cuda").to(DTYPES[dtype])
@@ -98,7 +98,7 @@ def test_score(dtype: str, dim: int, kind: str) -> None:
                     pool[int(tables[p[0], b // 64]), :, b % 64] = NAN
         scores = torch.full((scores0,), NAN, device="cuda")
         tiles = max(-(-p[2] * group // _core.cuda.lane_tile) for p in predictors)
-        keep = [ints(predictors), ints(splits + [(0, 0, 0, 0)] * num_ctas), ints([len(splits)])]
+        keep = [ints(predictors), ints(splits), ints([len(splits)])]
         _core.cuda.score(
             dtype=dtype, num_kv_heads=heads, group=group, head_dim=dim, kind=kind, staged=staged.data_ptr(), summaries=pool.data_ptr(),
             predictors=keep[0].data_ptr(), summary_pages=tables.data_ptr(), summary_stride=stride, splits=keep[1].data_ptr(),

@@ -41,8 +41,7 @@ def scoring(batch: int, blocks: int, rows: int, heads: int, group: int, dim: int
     each = heads * lanes * blocks  # scores
     predictors = ints([(i, i % batch * rows, rows, blocks, top_k, i % batch * each, blocks) for i in range(requests)])
     size = _cuda.split_size([-(-blocks // 16)] * batch, heads, sms * _cuda.score_ctas_per_sm, fixed=4) * 16
-    splits = [(i, i, b, min(blocks, b + size)) for i in range(batch) for b in range(0, blocks, size)]
-    room = ints(splits + [(0, 0, 0, 0)] * (sms * _cuda.score_ctas_per_sm))
+    splits = ints([(i, b, min(blocks, b + size)) for i in range(batch) for b in range(0, blocks, size)])
     scores = torch.empty(2, batch * each, device="cuda")
     number, count, step = ints([len(splits)]), ints([requests]), torch.tensor([1000], device="cuda")
     slot_blocks = torch.rand(requests * heads, blocks, device="cuda").topk(top_k).indices.int()
@@ -56,7 +55,7 @@ def scoring(batch: int, blocks: int, rows: int, heads: int, group: int, dim: int
         _cuda.score(
             dtype="bfloat16", num_kv_heads=heads, group=group, head_dim=dim, kind="mean_std", staged=staged.data_ptr(),
             summaries=pool.data_ptr(), predictors=predictors.data_ptr(), summary_pages=tables.data_ptr(), summary_stride=stride,
-            splits=room.data_ptr(), num_splits=number.data_ptr(), max_lane_tiles=-(-lanes // _cuda.lane_tile), scores=scores.data_ptr(),
+            splits=splits.data_ptr(), num_splits=number.data_ptr(), max_lane_tiles=-(-lanes // _cuda.lane_tile), scores=scores.data_ptr(),
             num_ctas=sms * _cuda.score_ctas_per_sm, stream=stream(),
         )  # fmt: skip
 

@@ -170,7 +170,7 @@ void StepArrays::add_prediction(const StepPlan& plan, const Cutting& cut, char* 
   for (int32_t p = 0; p < counts_.predictors; ++p)
     for (int64_t b = 0; b < predictors[p].blocks; b += size)
       splits[counts_.score_splits++] = {
-          p, predictors[p].request, static_cast<int32_t>(b),
+          p, static_cast<int32_t>(b),
           static_cast<int32_t>(std::min<int64_t>(predictors[p].blocks, b + size))};
 }
 

@@ -68,8 +68,7 @@ struct Predictor {
 
 // Some blocks of one predictor, from a multiple of 16: the unit of scoring's work.
 struct ScoreSplit {
-  int32_t predictor, request;  // which, and its request once more: it is wanted first
-  int32_t block_begin, block_end;
+  int32_t predictor, block_begin, block_end;
 };
 
 // In float32 a score depends on its query and its block alone, whatever the splits.
@@ -82,7 +81,7 @@ struct Score {
   const Predictor* predictors;
   const int32_t* summary_pages;  // [request][summary_stride]
   int summary_stride;
-  const ScoreSplit* splits;  // room for num_ctas at least
+  const ScoreSplit* splits;
   const int32_t* num_splits;
   int max_lane_tiles;
   float* scores;  // each lane's: q.a + |q|.b and the like, docs/design.md, section 5

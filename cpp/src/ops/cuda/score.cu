@@ -28,25 +28,18 @@ struct Cursor {
   int id;                // of the block's page, read one step ahead of its use
 };
 
-// `split`: of the unit that the cursor is at.
-template <class T, int D>
-__device__ void enter(const Score& s, Cursor& c, const ScoreSplit& split, int warp) {
-  const int head = c.unit / s.max_lane_tiles % s.heads.num_kv_heads;
-  c.block = split.block_begin + warp * kPiece;
-  c.end = split.block_end;
-  c.table = s.summary_pages + static_cast<int64_t>(split.request) * s.summary_stride;
-  c.head = static_cast<const char*>(s.summaries) +
-           static_cast<int64_t>(head) * kSummaryBlocks * 2 * D * sizeof(T);
-  // A unit of several lane tiles may have no lanes.
-  if (s.max_lane_tiles > 1 && idle(s, unit_at(s, c.unit))) c.block = c.end;
-}
-
 template <class T, int D>
 __device__ void find_next(const Score& s, Cursor& c, int units, int warp) {
   while (c.block >= c.end) {
     c.unit += gridDim.x;
     if (c.unit >= units) return;
-    enter<T, D>(s, c, split_at(s, c.unit), warp);
+    const ScoreUnit u = unit_at(s, c.unit);
+    if (idle(s, u)) continue;
+    c.block = u.split.block_begin + warp * kPiece;
+    c.end = u.split.block_end;
+    c.table = s.summary_pages + static_cast<int64_t>(u.predictor.request) * s.summary_stride;
+    c.head = static_cast<const char*>(s.summaries) +
+             static_cast<int64_t>(u.head) * kSummaryBlocks * 2 * D * sizeof(T);
   }
   c.id = c.table[c.block / kSummaryBlocks];
 }
@@ -86,16 +79,12 @@ __global__ void __launch_bounds__(kThreads, 3) score_kernel(Score s) {
   extern __shared__ __align__(128) char shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const uint32_t stage0 = shared_address(shared) + warp * kStages * kStageBytes;
-  // What comes first is read at once, whether or not this CTA has any work: each wait for memory
-  // before the first piece counts.
-  const ScoreSplit first = split_at(s, blockIdx.x);
   const int units = *s.num_splits * s.heads.num_kv_heads * s.max_lane_tiles;
-  if (static_cast<int>(blockIdx.x) >= units) return;
   const int hq = s.heads.num_kv_heads * s.heads.group;
   const bool halves = s.kind == SummaryKind::kHalves;
 
-  Cursor load{static_cast<int>(blockIdx.x), 0, 0, nullptr, nullptr, 0};
-  enter<T, D>(s, load, first, warp);
+  Cursor load{
+      static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x), 0, 0, nullptr, nullptr, 0};
   find_next<T, D>(s, load, units, warp);
   for (int i = 0; i < kStages; ++i) {
     load_piece<T, D>(s, load, units, stage0 + i * kStageBytes, lane);
@@ -103,10 +92,8 @@ __global__ void __launch_bounds__(kThreads, 3) score_kernel(Score s) {
     find_next<T, D>(s, load, units, warp);
   }
   int stage = 0;
-  ScoreUnit next = unit_at(s, blockIdx.x);
   for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
-    const ScoreUnit u = next;
-    if (unit + static_cast<int>(gridDim.x) < units) next = unit_at(s, unit + gridDim.x);
+    const ScoreUnit u = unit_at(s, unit);
     if (idle(s, u)) continue;
     const int all_lanes = u.predictor.staged_rows * s.heads.group;
     const int lanes = min(kLaneTile, all_lanes - u.tile * kLaneTile);

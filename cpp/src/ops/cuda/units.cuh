@@ -33,14 +33,10 @@ struct ScoreUnit {
   int head, tile;
 };
 
-__device__ inline ScoreSplit split_at(const Score& s, int unit) {
-  return s.splits[unit / (s.heads.num_kv_heads * s.max_lane_tiles)];
-}
-
 __device__ inline ScoreUnit unit_at(const Score& s, int unit) {
   const int per_split = s.heads.num_kv_heads * s.max_lane_tiles;
   ScoreUnit u;
-  u.split = split_at(s, unit);
+  u.split = s.splits[unit / per_split];
   u.predictor = s.predictors[u.split.predictor];
   u.head = unit % per_split / s.max_lane_tiles;
   u.tile = unit % s.max_lane_tiles;
