@@ -19,6 +19,9 @@ WARM_UP_STEPS = 8  # until requests are sparse and sizes captured
 REFILL_STEPS = 4
 
 
+_BACKGROUND = ("gather_kernel", "wait_kernel", "set_kernel", "score_kernel", "select_kernel", "write_through_kernel", "Memcpy", "Memset")
+
+
 def _percentile(values: list[float], share: float) -> float:
     return sorted(values)[int(share * (len(values) - 1))]
 
@@ -140,6 +143,11 @@ class Arm:
             for (where, name), t in found.items()
         ]
         return sorted(rows, key=lambda r: (r["where"], -float(r["us_step"])))
+
+    def foreground_ms(self, steps: int) -> float:
+        """What the kernels of a step's foreground take, beside whatever runs with them; what lies between them is not in it."""
+        rows = self.profile(steps, None)
+        return sum(float(r["us_step"]) for r in rows if r["where"] == "gpu" and not str(r["name"]).startswith(_BACKGROUND)) / 1e3
 
     def _transfers(self) -> tuple[int, float]:
         """Bytes that all who run have fetched; milliseconds that the oldest's steps have stalled."""

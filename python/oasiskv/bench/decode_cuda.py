@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> list[dict[str, object]]:
                 chosen = "table" if shares is None else ":".join(str(part) for part in shares)
                 row = {"sms": chosen, **_measured(arm, args, rates, concurrency, filled)}
                 if args.slow_down and row["gather_ctas"]:
-                    row |= _slow_down(arm, args, row)
+                    row |= _slow_down(arm, row)
                     _share(arm, shares)
                 row = _rounded(row, 3)
                 rows.append(row)
@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> list[dict[str, object]]:
 def _outputs(args: argparse.Namespace, concurrency: int) -> int:
     """Tokens of a request: it runs on while others are filled in, some steps each, and through every measurement."""
     measured, profiled = WARM_UP_STEPS + args.output + REFILL_STEPS, WARM_UP_STEPS + _PROFILED_STEPS
-    return (measured * (1 + args.slow_down) + profiled) * max(1, len(args.sms)) + 3 * concurrency + 32
+    return (measured + profiled * (1 + 2 * args.slow_down)) * max(1, len(args.sms)) + 3 * concurrency + 32
 
 
 def _share(arm: Arm, shares: tuple[int, ...] | None) -> None:
@@ -164,13 +164,13 @@ def _measured(arm: Arm, args: argparse.Namespace, rates: dict[str, float], concu
     }
 
 
-def _slow_down(arm: Arm, args: argparse.Namespace, row: dict[str, Any]) -> dict[str, float]:
-    """The foreground beside the gather (a step less what it stalled) against a step in which nothing is fetched."""
+def _slow_down(arm: Arm, row: dict[str, Any]) -> dict[str, float]:
+    """The foreground's kernels beside the gather against those of steps in which nothing is fetched, and the step against what bounds it."""
+    beside = arm.foreground_ms(_PROFILED_STEPS)
     _share(arm, (0, 0))
-    alone = arm.measure(args.output)["tpot_mean_ms"]
-    beside = row["tpot_mean_ms"] - row["stall_ms_step"]
+    alone = arm.foreground_ms(_PROFILED_STEPS)
     bound = max(beside, row["link_floor_ms"])
-    return {"foreground_alone_ms": alone, "foreground_ms": beside, "slow_down": beside / alone, "over_bound": row["tpot_mean_ms"] / bound}
+    return {"foreground_alone_ms": alone, "foreground_ms": beside, "slow_down": beside / alone, "over_bound": row["tpot_ms"] / bound}
 
 
 def _profile(arm: Arm, args: argparse.Namespace, concurrency: int) -> None:
