@@ -165,7 +165,7 @@ def _measured(arm: Arm, args: argparse.Namespace, rates: dict[str, float], concu
 
 
 def _slow_down(arm: Arm, row: dict[str, Any]) -> dict[str, float]:
-    """The foreground's kernels beside the gather against those of steps in which nothing is fetched, and the step against what bounds it."""
+    """The foreground's kernels beside the gather, and of steps in which nothing is fetched; the step against what bounds it."""
     beside = arm.foreground_ms(_PROFILED_STEPS)
     _share(arm, (0, 0))
     alone = arm.foreground_ms(_PROFILED_STEPS)
