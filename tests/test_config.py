@@ -50,6 +50,7 @@ def test_fetch_cap_is_the_floor_of_the_product(k, ratio):
         {"batch_invariant": True, "backend": "cuda", "dtype": "bfloat16"}, {"host_kv_gib": 0},
         {"host_kv_gib": 0, "backend": "cuda"}, {"transfer_delay_us": 5, "backend": "cuda"},
         {"batch_invariant": True}, {"gather_ctas": 4}, {"gather_in_flight": 4}, {"cuda_graphs": False},
+        {"gather_in_flight": 4, "backend": "cuda"},
         {"transfer_delay_us": -1}, {"dense": 1}, {"trace": "yes"}, {"model": ""}, {"accept_drafts": True, "draft_len": 1},
         {"accept_drafts": True, "draft_len": 2, "drafter": "previous"},
     ],

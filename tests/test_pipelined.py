@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
+from dataclasses import replace
+
 import pytest
 
 from oasiskv.bench.arm import Arm
+from oasiskv.checkpoint import load_checkpoint, resolve_model
 from oasiskv.config import EngineConfig
 from oasiskv.engine.engine import Engine
+from oasiskv.engine.loaded import LoadedModel
 from oasiskv.engine.sampling import SamplingParams
 from oasiskv.engine.sequence import RequestOutput
 from oasiskv.errors import EngineError
-from reference.late_runner import LateRunner
+from oasiskv.tokenizer import Tokenizer
+from reference.late_runner import HashRunner, LateHashRunner, LateRunner
 
 OPTIONS = {"drafter": "previous", "top_k_blocks": 4, "sparse_from": 64, "device_kv_gib": 0.1, "host_kv_gib": 0.2, "max_batch_size": 8}
 LENGTHS = (5, 70, 33, 150, 16, 64)
@@ -130,6 +137,25 @@ def test_a_launch_that_fails_takes_no_token_with_it(prompts: list[list[int]], ex
         assert tokens == expected[0].token_ids
 
 
+def test_a_launch_that_fails_is_not_told_to_whoever_comes_later(prompts: list[list[int]], expected: list[RequestOutput]) -> None:
+    engine = Engine(EngineConfig(**OPTIONS), runner=LateRunner)
+    launch, tokens = engine.runner.launch, expected[0].token_ids
+    end = next(i for i in range(2, 20) if tokens.index(tokens[i]) == i)  # where the launch after the last useful one fails
+    steps = iter(range(1000))
+
+    def failing(*args: object) -> None:
+        if next(steps) == end + 1:
+            raise RuntimeError("no memory")
+        launch(*args)
+
+    engine.runner.launch = failing
+    stops = SamplingParams(max_tokens=20, ignore_eos=True, stop_token_ids=(tokens[end],))
+    assert run(engine, [(prompts[0], stops)])[0].token_ids == tokens[: end + 1]
+    assert next(steps) == end + 2
+    plain = SamplingParams(max_tokens=3, ignore_eos=True)
+    assert run(engine, [(prompts[2], plain)])[0].token_ids == expected[2].token_ids[:3]
+
+
 def test_stop_strings_end_requests_as_in_whole_steps(prompts: list[list[int]], expected: list[RequestOutput]) -> None:
     requests = [(p, SamplingParams(max_tokens=20, ignore_eos=True, stop=(e.text[9:12],))) for p, e in zip(prompts, expected, strict=True)]
     whole = run(Engine(EngineConfig(**OPTIONS)), requests)
@@ -146,6 +172,86 @@ def test_preempted_requests_resume_with_tokens_that_the_host_has_not_read(prompt
     got = run(engine, [(p, long) for p in prompts[:3]])
     assert [g.token_ids for g in got] == [w.token_ids for w in whole]
     assert sum(g.stats["preemptions"] for g in got) > 0
+
+
+TEXTS = (" the", "a", "b", " c", "ab", "\U0001f600")
+
+
+@pytest.fixture(scope="module")
+def likely(tokenizer: Tokenizer) -> list[int]:
+    """Tokens whose text meets stop strings, halves of a character, and the end of a sequence."""
+    return list(dict.fromkeys([i for text in TEXTS for i in tokenizer.encode(text)] + sorted(tokenizer.eos_ids)))
+
+
+def random_params(rng: random.Random) -> SamplingParams:
+    stops = ("ab", "aab", "the a", "b c", "\U0001f600", "ba ", " the the")
+    options: dict[str, object] = {"max_tokens": rng.choice([1, 2, 7, 20, 60, 60]), "ignore_eos": rng.random() < 0.8}
+    if rng.random() < 0.3:
+        options |= {"stop": tuple(rng.sample(stops, 2)), "include_stop_text": rng.random() < 0.5}
+    if rng.random() < 0.15:
+        options |= rng.choice([{"repetition_penalty": 1.3}, {"logprobs": 1}, {"min_tokens": options["max_tokens"]}])
+    return SamplingParams(**options)
+
+
+def test_random_lives_are_those_of_whole_steps(tokenizer: Tokenizer, likely: list[int]) -> None:
+    """Requests that come and go, are preempted, cancelled, sampled on the host, and steps that cannot be launched."""
+    config, _ = load_checkpoint(resolve_model("smollm2-135m"))
+    model = LoadedModel(replace(config, num_hidden_layers=2), {}, tokenizer)
+    HashRunner.likely = tuple(likely)
+    options = OPTIONS | {"max_num_tokens": 64, "host_kv_gib": 0.02}
+    page_gib = 2 * 3 * 2 * 16 * 64 * 4 / 2**30
+    preempted = cancelled = failed = 0
+    for seed in range(12):
+        rng = random.Random(seed)
+        roomy, tight = (EngineConfig(**options | {"device_kv_gib": pages * page_gib}) for pages in (200.5, 9.5))
+        requests = [
+            ([rng.choice(likely[:-1]) for _ in range(rng.choice([1, 5, 16, 30, 70]))], random_params(rng))
+            for _ in range(rng.randint(4, 10))
+        ]
+        whole = run(Engine(roomy, model=model, runner=HashRunner), requests)
+        engine = Engine(tight, model=model, runner=LateHashRunner)
+        launch = engine.runner.launch
+
+        def failing(*args: object, launch: object = launch, rng: random.Random = rng) -> None:
+            nonlocal failed
+            if rng.random() < 0.03:
+                failed += 1
+                raise RuntimeError("no memory")
+            launch(*args)
+
+        engine.runner.launch = failing
+        answers: dict[int, RequestOutput] = {}
+        waiting = list(requests)
+        while waiting or engine.request_ids():
+            while waiting and rng.random() < 0.6:
+                request = engine.next_id()
+                engine.add(request, *waiting.pop(0))
+                answers[request] = RequestOutput(request)
+            outputs = []
+            if engine.request_ids() and rng.random() < 0.02:
+                outputs.append(engine.stop(rng.choice(engine.request_ids()), "cancelled"))
+            with contextlib.suppress(RuntimeError):
+                outputs += engine.step()
+            for o in outputs:
+                answer = answers[o.request_id]
+                assert not answer.finished and (o.finished or o.token_ids)
+                answer.token_ids, answer.text = answer.token_ids + o.token_ids, answer.text + o.text
+                answer.logprobs += o.logprobs
+                answer.finished, answer.finish_reason, answer.stats = o.finished, o.finish_reason, o.stats
+        assert engine.step() == [] and not engine.runner.tokens
+        usage = engine.usage()
+        assert all(usage[f"{pool}_free"] == usage[pool] for pool in ("device_pages", "host_blocks", "summary_pages"))
+        for w, g in zip(whole, answers.values(), strict=True):
+            preempted += g.stats["preemptions"]
+            if g.finish_reason == "cancelled":
+                cancelled += 1
+                assert g.token_ids == w.token_ids[: len(g.token_ids)]
+                continue
+            assert (g.token_ids, g.text, g.finish_reason) == (w.token_ids, w.text, w.finish_reason), seed
+            assert [g.stats[n] for n in ("generated_tokens", "dense_steps", "sparse_steps")] == [
+                w.stats[n] for n in ("generated_tokens", "dense_steps", "sparse_steps")
+            ]
+    assert min(preempted, cancelled, failed) > 5, (preempted, cancelled, failed)
 
 
 def test_the_benchmark_times_the_same_requests_throughout(prompts: list[list[int]]) -> None:

@@ -75,7 +75,7 @@ class EngineConfig:
     host_memory_gib: float | None = None  # what the machine has in all, where memory grows with use; None: what it says of itself
     batch_invariant: bool = False  # CUDA: no row's result depends on its batch; slower. The CPU backend's never does
     cuda_graphs: bool = True
-    gather_ctas: int | None = None  # SMs that fetch over the link; None: by engine/sm_share.py's table
+    gather_ctas: int | None = None  # SMs that fetch over the link, rounded up to an even number; None: by engine/sm_share.py's table
     foreground_sms: int = 0  # that matrix products may use, 0: all; with gather_ctas
     gather_in_flight: int = 8  # runs of 8 KiB that each of them has under way: 2, 4, 6 or 8; with gather_ctas
     num_threads: int | None = None  # None: the cores this process may use
@@ -123,6 +123,8 @@ class EngineConfig:
         _in_range("foreground_sms", self.foreground_sms, 0, 1024)
         if self.foreground_sms and self.gather_ctas is None:
             raise ConfigError(f"foreground_sms = {self.foreground_sms} without gather_ctas: give both, or neither for the table")
+        if self.gather_in_flight != 8 and self.gather_ctas is None:
+            raise ConfigError(f"gather_in_flight = {self.gather_in_flight} without gather_ctas: give both, or neither for the table")
         if self.gather_in_flight not in (2, 4, 6, 8):
             raise ConfigError(f"gather_in_flight = {self.gather_in_flight}: must be 2, 4, 6 or 8")
         if self.host_memory_gib is not None:

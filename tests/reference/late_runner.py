@@ -1,11 +1,18 @@
-"""A pipelined runner without a GPU: what CUDA's promises the engine, on the CPU backend."""
+"""Runners for tests of the engine on the CPU backend: a pipelined one, which promises what CUDA's does, and ones without a model."""
 
 from __future__ import annotations
 
+import random
+import zlib
 from collections.abc import Mapping
 from types import SimpleNamespace
 
-from oasiskv.engine.runner import CpuRunner, Groups
+import torch
+
+from oasiskv import _core
+from oasiskv.config import EngineConfig
+from oasiskv.engine.loaded import LoadedModel
+from oasiskv.engine.runner import CpuRunner, Drafts, Groups, make_core
 from oasiskv.engine.sequence import Sequence
 
 
@@ -41,3 +48,37 @@ class LateRunner(CpuRunner):
 
     def forget(self, request_id: int) -> None:
         self.tokens.pop(request_id, None)
+
+
+class HashRunner(CpuRunner):
+    """Logits by a hash of all tokens up to their row, above the others' for `likely` ones: a wrong, missing or doubled token changes all
+    that follow. The cache is filled with zeros.
+    """
+
+    likely: tuple[int, ...] = ()
+
+    def __init__(self, config: EngineConfig, model: LoadedModel, core_config: _core.CoreConfig) -> None:
+        self._vocab, self._layers = model.config.vocab_size, core_config.num_layers
+        heads, rows = core_config.num_q_heads + 2 * core_config.num_kv_heads, core_config.max_num_tokens
+        self._qkv, self._out = torch.zeros(2, rows, heads * core_config.head_dim)
+        self.core = make_core(core_config, model)
+
+    def logits(self, groups: Groups, drafts: Drafts, sequences: Mapping[int, Sequence]) -> torch.Tensor:
+        for layer in range(self._layers):
+            self.core.forward(layer, self._qkv.data_ptr(), self._out.data_ptr())
+        rows = []
+        for g in groups:
+            tokens = sequences[g.id].token_ids[: g.start + g.rows - g.drafts] + drafts.get(g.id, [])[: g.drafts]
+            assert len(tokens) == g.start + g.rows, "a step takes tokens that are not known"
+            first = g.start + g.rows - g.logits_rows if g.kind == "prefill" else g.start
+            for position in range(first, first + g.logits_rows):
+                rng = random.Random(zlib.crc32(repr(tokens[: position + 1]).encode()))
+                row = torch.full((self._vocab,), -10.0)
+                for token in self.likely:
+                    row[token] = rng.random()
+                rows.append(row)
+        return torch.stack(rows) if rows else torch.empty(0, self._vocab)
+
+
+class LateHashRunner(LateRunner, HashRunner):
+    pass

@@ -151,10 +151,11 @@ class CudaRunner(Runner):
             if request_id not in admitted:
                 self._table.admit(g.table_row, sequences[request_id].token_ids, sequences[request_id].params)
                 admitted.add(request_id)
-            elif behind and (have := behind.pop(request_id, None)) is not None:
+            elif behind and (have := behind.get(request_id)) is not None:
                 tokens = sequences[request_id].token_ids
                 if have < len(tokens):
                     self._table.extend(g.table_row, have, tokens[have:])
+                del behind[request_id]
 
     def results(self, step: int, count: int) -> list[int]:
         self.core.wait_foreground(step)

@@ -164,6 +164,9 @@ class Engine:
         self._runner.forget(sequence.id)
         self._drafter.forget(sequence.id)
         del self._sequences[sequence.id]
+        if self._error and not self._sequences:  # else whoever comes next would end by it
+            _log.error("a launch failed for requests that have all ended since", exc_info=self._error)
+            self._error = None
         return stats
 
     def _stats(self, sequence: Sequence, step: int) -> dict[str, Any]:
@@ -182,7 +185,11 @@ class Engine:
     # ------------------------------------------------------------ the step
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; the outputs of every request that yielded something. [] when nothing can run, or its tokens come next time."""
+        """Run one step; the outputs of every request that yielded something. [] when nothing can run, or its tokens come next time.
+
+        Raises what a step raised, when the tokens of those before it are told. The caller then ends the requests, as EngineLoop does: a
+        step that broke off may have changed their caches.
+        """
         if not self._launched and self._error:
             error, self._error = self._error, None
             raise error
