@@ -198,7 +198,7 @@ def test_random_lives_are_those_of_whole_steps(tokenizer: Tokenizer, likely: lis
     config, _ = load_checkpoint(resolve_model("smollm2-135m"))
     model = LoadedModel(replace(config, num_hidden_layers=2), {}, tokenizer)
     HashRunner.likely = tuple(likely)
-    options = OPTIONS | {"max_num_tokens": 64, "host_kv_gib": 0.02}
+    options = OPTIONS | {"max_num_tokens": 64, "host_kv_gib": 0.02, "num_threads": 1}
     page_gib = 2 * 3 * 2 * 16 * 64 * 4 / 2**30
     preempted = cancelled = failed = 0
     for seed in range(12):

@@ -58,13 +58,14 @@ class HashRunner(CpuRunner):
     likely: tuple[int, ...] = ()
 
     def __init__(self, config: EngineConfig, model: LoadedModel, core_config: _core.CoreConfig) -> None:
-        self._vocab, self._layers = model.config.vocab_size, core_config.num_layers
+        self._config, self._vocab = core_config, model.config.vocab_size
         heads, rows = core_config.num_q_heads + 2 * core_config.num_kv_heads, core_config.max_num_tokens
         self._qkv, self._out = torch.zeros(2, rows, heads * core_config.head_dim)
         self.core = make_core(core_config, model)
 
     def logits(self, groups: Groups, drafts: Drafts, sequences: Mapping[int, Sequence]) -> torch.Tensor:
-        for layer in range(self._layers):
+        torch.set_num_threads(self._config.num_threads)
+        for layer in range(self._config.num_layers):
             self.core.forward(layer, self._qkv.data_ptr(), self._out.data_ptr())
         rows = []
         for g in groups:
