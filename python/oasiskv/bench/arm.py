@@ -17,8 +17,7 @@ from oasiskv.errors import EngineError
 WARM_UP_STEPS = 8  # until requests are sparse and sizes captured
 # Reading statistics waits for all that is launched, whose tokens the next calls then have at once: as many are not timed.
 REFILL_STEPS = 4
-
-
+# Kernels, by the beginning of their names, and copies that are none of the foreground's work.
 _BACKGROUND = ("gather_kernel", "wait_kernel", "set_kernel", "score_kernel", "select_kernel", "write_through_kernel", "Memcpy", "Memset")
 
 
