@@ -36,6 +36,7 @@ def run(engine: Engine, requests: list[tuple[list[int], SamplingParams]]) -> lis
             assert not answer.finished
             answer.token_ids += o.token_ids
             answer.text += o.text
+            answer.logprobs += o.logprobs
             answer.finished, answer.finish_reason, answer.stats = o.finished, o.finish_reason, o.stats
         if all(a.finished for a in answers.values()):
             break
@@ -77,13 +78,27 @@ def test_a_stop_is_seen_one_step_late_and_leaves_no_trace(prompts: list[list[int
         assert g.stats["dense_steps"] + g.stats["sparse_steps"] == end - 1  # the step beyond its stop does not count
 
 
-def test_one_token_requests_and_steps_sampled_on_the_host(prompts: list[list[int]], expected: list[RequestOutput]) -> None:
-    options = [{"max_tokens": 1}, {"max_tokens": 20}, {"max_tokens": 7, "repetition_penalty": 1.5}, {"max_tokens": 20}]
-    requests = [(p, SamplingParams(ignore_eos=True, **o)) for p, o in zip(prompts, options, strict=False)]
-    got = run(Engine(EngineConfig(**OPTIONS), runner=LateRunner), requests)
-    for i in (0, 1, 3):
-        assert got[i].token_ids == expected[i].token_ids[: options[i]["max_tokens"]]
-    assert len(got[2].token_ids) == 7
+def test_one_token_requests(prompts: list[list[int]], expected: list[RequestOutput]) -> None:
+    requests = [(p, SamplingParams(ignore_eos=True, max_tokens=1 + 19 * (i % 2))) for i, p in enumerate(prompts)]
+    for (_, params), e, g in zip(requests, expected, run(Engine(EngineConfig(**OPTIONS), runner=LateRunner), requests), strict=True):
+        assert g.token_ids == e.token_ids[: params.max_tokens]
+
+
+def test_the_host_samples_for_those_that_need_it_alone(prompts: list[list[int]], expected: list[RequestOutput]) -> None:
+    """They come while others run, and go before them; each has the tokens, and logprobs, of whole steps."""
+    options = [
+        {"max_tokens": 20}, {"max_tokens": 9, "repetition_penalty": 1.5}, {"max_tokens": 20}, {"max_tokens": 5, "logprobs": 2},
+        {"max_tokens": 12, "presence_penalty": 1.0, "temperature": 0.8, "seed": 5}, {"max_tokens": 20},
+    ]  # fmt: skip
+    requests = [(p, SamplingParams(ignore_eos=True, **o)) for p, o in zip(prompts, options, strict=True)]
+    engine = Engine(EngineConfig(**OPTIONS), runner=LateRunner)
+    asked, logits_rows = [], engine.runner.logits_rows
+    engine.runner.logits_rows = lambda rows, requests: asked.extend(rows) or logits_rows(rows, requests)
+    got = run(engine, requests)
+    for w, g in zip(run(Engine(EngineConfig(**OPTIONS)), requests), got, strict=True):
+        assert (g.token_ids, g.text, g.finish_reason, g.logprobs) == (w.token_ids, w.text, w.finish_reason, w.logprobs)
+    assert got[1].token_ids != expected[1].token_ids[:9], "the penalty changes nothing: not a test of who samples"
+    assert len(asked) == 9 + 5 + 12
 
 
 def test_a_cancel_between_launch_and_tokens(prompts: list[list[int]], expected: list[RequestOutput]) -> None:

@@ -32,7 +32,8 @@ class LateRunner(CpuRunner):
             known, told = self.tokens.setdefault(g.id, []), sequences[g.id].token_ids
             known += told[len(known) :]  # sampled on the host, or a new request
         own = {g.id: SimpleNamespace(token_ids=self.tokens[g.id]) for g in groups}
-        best = self.logits(groups, {}, own).argmax(dim=1).tolist()
+        self.last = self.logits(groups, {}, own)
+        best = self.last.argmax(dim=1).tolist()
         for g, token in zip([g for g in groups if g.logits_rows], best, strict=True):
             self.tokens[g.id].append(token)
         step = self.core.last_step
@@ -42,6 +43,11 @@ class LateRunner(CpuRunner):
         assert step >= self.core.last_step - 1, "only the last two steps' tokens are kept"
         assert len(self.sampled[step]) == count
         return self.sampled[step]
+
+    def logits_rows(self, rows: list[int], requests: list[Sequence]) -> torch.Tensor:
+        for sequence in requests:
+            del self.tokens[sequence.id][len(sequence.token_ids) :]
+        return self.last[rows]
 
     def drafts_used(self, step: int, count: int) -> list[int]:
         return [0] * count

@@ -161,6 +161,12 @@ class CudaRunner(Runner):
         self.core.wait_foreground(step)
         return self._table.result(step, count)
 
+    def logits_rows(self, rows: list[int], requests: list[Sequence]) -> torch.Tensor:
+        for sequence in requests:
+            self._behind[sequence.id] = len(sequence.token_ids)
+        with torch.cuda.stream(self._stream):
+            return self._model.last_logits(rows).cpu()
+
     def drafts_used(self, step: int, count: int) -> list[int]:
         return self._used[step % 2, :count].tolist()
 

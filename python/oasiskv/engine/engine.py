@@ -193,15 +193,18 @@ class Engine:
         if not self._launched and self._error:
             error, self._error = self._error, None
             raise error
-        if not self._runner.pipelined or self._on_host or any(s.params.sampled_on_host for s in self._sequences.values()):
-            return self._outputs(self._collect()) if self._launched else self._whole_step()
-        # The device has a step to run while the oldest one's tokens are read; the next is launched before they become text.
-        if len(self._launched) < 2 and self._launch() and len(self._launched) < 2:
+        if not self._runner.pipelined or self._on_host:
+            return self._whole_step()
+        # The device has a step to run while the oldest one's tokens are read; the next is launched before they become text. Not so
+        # while the host samples for somebody: the next step needs that token.
+        depth = 1 if any(s.params.sampled_on_host for s in self._sequences.values()) else 2
+        if len(self._launched) < depth and self._launch() and len(self._launched) < depth:
             return []
         if not self._launched:
             return []
         taken = self._collect()
-        self._launch()
+        if depth > 1:
+            self._launch()
         return self._outputs(taken)
 
     def _launch(self) -> bool:
@@ -237,15 +240,25 @@ class Engine:
                 sequences[i].drafted += used
         taken: dict[int, Sequence] = {}
         broken: list[int] = []
-        for i, token in zip(launched.sampling, tokens, strict=True):
+        on_host: dict[int, Sequence] = {}  # by logits row
+        for row, (i, token) in enumerate(zip(launched.sampling, tokens, strict=True)):
             sequence = sequences.get(i)
             if sequence is None:  # it has ended since
                 continue
             if token < 0:
                 broken.append(i)
+                continue
+            taken[i] = sequence
+            if sequence.params.sampled_on_host:
+                on_host[row] = sequence
             else:
-                taken[i] = sequence
                 sequence.take(Sampled(token))
+        if on_host:
+            requests = list(on_host.values())
+            logits = self._runner.logits_rows(list(on_host), requests)
+            rows = [SampleRow(s.params, s.token_ids, s.prompt_tokens) for s in requests]
+            for sequence, sampled in zip(requests, self._sampler.sample(logits, rows), strict=True):
+                sequence.take(sampled)
         return self._end_finished(taken, broken, launched.step)
 
     def _whole_step(self) -> list[RequestOutput]:

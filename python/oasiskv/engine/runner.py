@@ -47,6 +47,12 @@ class Runner(ABC):
         """Wait for a launched step, one of the last two: a token for each group with logits; -1 where they were not finite."""
         raise NotImplementedError
 
+    def logits_rows(self, rows: list[int], requests: list[Sequence]) -> torch.Tensor:
+        """Of the step whose results were read last, before the next is launched: float32 [len(rows), vocab] in host memory. `requests`,
+        a row each, get their tokens from the host: what was sampled for them does not count.
+        """
+        raise NotImplementedError
+
     def drafts_used(self, step: int, count: int) -> list[int]:
         """Of a step whose results are there: drafts of each group that was planned with some."""
         raise NotImplementedError

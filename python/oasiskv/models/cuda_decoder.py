@@ -87,6 +87,10 @@ class CudaDecoder:
         self._last = workspace(logits_rows, c.hidden_size, self._type)
         self._logits = workspace(logits_rows, c.vocab_size, torch.float32)
 
+    def last_logits(self, rows: list[int]) -> Tensor:
+        """Of the last call of `forward` or replay of one, float32 [len(rows), vocab], on torch's current stream."""
+        return self._logits[torch.tensor(rows, device="cuda")]
+
     def qk_norm_pointers(self, layer: int) -> tuple[int, int]:
         """Addresses of the layer's q and k norm weights [head_size] in dtype, for the append kernel; 0 where there is none."""
         return _ptr(self._layers[layer].q_norm), _ptr(self._layers[layer].k_norm)
