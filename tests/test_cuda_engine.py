@@ -79,12 +79,23 @@ def test_sparse_tokens_mostly_equal_the_cpus(prompts: list[list[int]]) -> None:
             assert a.stats["resident_tokens_max"] <= b.stats["resident_tokens_max"] <= a.stats["resident_tokens_max"] + 1
 
 
-def test_host_sampling_and_device_sampling_take_turns(prompts: list[list[int]], dense: list[list[int]]) -> None:
-    """A request with penalties makes its steps synchronous; the others' tokens stay the same."""
-    mixed = [GREEDY if i % 4 else SamplingParams(max_tokens=9, repetition_penalty=1.3, ignore_eos=True) for i in range(len(prompts))]
-    with LLM(dense=True, **EXACT) as llm:
-        got = ids(llm.generate(prompts, mixed))
-    assert [g for i, g in enumerate(got) if i % 4] == [d for i, d in enumerate(dense) if i % 4]
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+def test_the_host_samples_for_those_that_need_it_alone(prompts: list[list[int]], dense: list[list[int]], graphs: bool) -> None:
+    """Requests with penalties or logprobs among others: all have the CPU's tokens."""
+    wanted = {0: {"repetition_penalty": 1.3}, 2: {"logprobs": 3}}
+    mixed = [SamplingParams(max_tokens=9, ignore_eos=True, **wanted[i % 4]) if i % 4 in wanted else GREEDY for i in range(len(prompts))]
+    hosts = [i for i in range(len(prompts)) if i % 4 in wanted]
+    with LLM(dense=True) as llm:
+        expected = llm.generate([prompts[i] for i in hosts], [mixed[i] for i in hosts])
+    with LLM(dense=True, cuda_graphs=graphs, **EXACT) as llm:
+        got = llm.generate(prompts, mixed)
+    assert [t for i, t in enumerate(ids(got)) if i not in hosts] == [d for i, d in enumerate(dense) if i not in hosts]
+    assert [got[i].token_ids for i in hosts] == ids(expected)
+    assert [got[i].token_ids for i in hosts] != [dense[i][:9] for i in hosts], "penalties that change nothing"
+    for i, e in zip(hosts, expected, strict=True):
+        assert len(got[i].logprobs) == len(e.logprobs) == (0 if i % 4 == 0 else 9)
+        for a, b in zip(got[i].logprobs, e.logprobs, strict=True):
+            assert a.logprob == pytest.approx(b.logprob, abs=1e-3) and len(a.top_logprobs) == 3
 
 
 def test_accepted_drafts_do_not_change_the_answer(prompts: list[list[int]], dense: list[list[int]]) -> None:

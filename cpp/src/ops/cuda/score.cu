@@ -16,9 +16,9 @@
 namespace oasis::cuda {
 namespace {
 
-constexpr int kWarps = 4, kThreads = 32 * kWarps, kPiece = 16;
+constexpr int kWarps = 4, kThreads = 32 * kWarps, kPiece = 8;
 
-constexpr int stages_for(int head_dim) { return head_dim == 64 ? 4 : 2; }
+constexpr int stages_for(int head_dim) { return head_dim == 64 ? 8 : 4; }
 constexpr int piece_elements(int head_dim) { return 2 * kPiece * head_dim; }
 
 struct Cursor {
@@ -45,6 +45,11 @@ __device__ void find_next(const Score& s, Cursor& c, int units, int warp) {
 }
 
 // Row 2 b + v of a piece is vector v of its block b; its 16-byte chunk c lies at c ^ (b % 8).
+__device__ void copy_once(uint32_t to, const void* from, uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "l"(policy));
+}
+
 template <class T, int D>
 __device__ void load_piece(const Score& s, const Cursor& c, int units, uint32_t stage, int lane) {
   if (c.unit < units) {
@@ -54,25 +59,29 @@ __device__ void load_piece(const Score& s, const Cursor& c, int units, uint32_t 
                      2 * D * sizeof(T);
     constexpr int kChunks = D * sizeof(T) / 16;
     const int rows = 2 * min(kPiece, c.end - c.block);
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
 #pragma unroll
     for (int i = lane; i < 2 * kPiece * kChunks; i += 32) {
       const int row = i / kChunks, chunk = i % kChunks;
       if (row < rows)
-        copy_async(stage + (row * kChunks + (chunk ^ (row / 2 & 7))) * 16, from + i * 16);
+        copy_once(stage + (row * kChunks + (chunk ^ (row / 2 & 7))) * 16, from + i * 16, policy);
     }
   }
   commit_copies();
 }
 
-// The two halves of the left factor, of two elements at once.
-template <class T>
-__device__ uint32_t factor(uint32_t q, SummaryKind kind, int half) {
+// What multiplies a block's first (half 0) or second vector, from two elements of the query.
+template <class T, SummaryKind kKind>
+__device__ uint32_t factor(uint32_t q, int half) {
+  if (kKind == SummaryKind::kHalves || (kKind == SummaryKind::kMeanStd && half == 0)) return q;
+  if (kKind == SummaryKind::kMeanStd) return q & 0x7fff7fff;
   const T* x = reinterpret_cast<const T*>(&q);
-  return Element<T>::pack(score_factor(Element<T>::to_float(x[0]), kind, half),
-                          score_factor(Element<T>::to_float(x[1]), kind, half));
+  return Element<T>::pack(score_factor(Element<T>::to_float(x[0]), kKind, half),
+                          score_factor(Element<T>::to_float(x[1]), kKind, half));
 }
 
-template <class T, int D>
+template <class T, int D, SummaryKind kKind>
 __global__ void __launch_bounds__(kThreads, 3) score_kernel(Score s) {
   constexpr int kStages = stages_for(D), kSteps = D / 16, kChunks = D * sizeof(T) / 16;
   constexpr int kStageBytes = piece_elements(D) * sizeof(T);
@@ -81,7 +90,7 @@ __global__ void __launch_bounds__(kThreads, 3) score_kernel(Score s) {
   const uint32_t stage0 = shared_address(shared) + warp * kStages * kStageBytes;
   const int units = *s.num_splits * s.heads.num_kv_heads * s.max_lane_tiles;
   const int hq = s.heads.num_kv_heads * s.heads.group;
-  const bool halves = s.kind == SummaryKind::kHalves;
+  constexpr bool halves = kKind == SummaryKind::kHalves;
 
   Cursor load{
       static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x), 0, 0, nullptr, nullptr, 0};
@@ -120,43 +129,40 @@ __global__ void __launch_bounds__(kThreads, 3) score_kernel(Score s) {
       wait_copies<kStages - 1>();
       __syncwarp();
       const uint32_t piece = stage0 + stage * kStageBytes;
-      float d[2][2][4] = {};  // [which vector, kept apart for halves][blocks 0-7, 8-15]
-      const int b_row = lane % 8 + lane / 16 * 8;
+      float d[2][4] = {};  // [which vector, kept apart for halves]
+      const int b_row = lane % 8;
 #pragma unroll
-      for (int k = 0; k < kSteps; ++k)
+      for (int k = 0; k < kSteps; k += 2)
 #pragma unroll
         for (int v = 0; v < 2; ++v) {
-          uint32_t a[4], b[4];
+          uint32_t b[4];
+          ldmatrix(b, piece + ((2 * b_row + v) * kChunks + ((k * 2 + lane / 8) ^ b_row)) * 16);
 #pragma unroll
-          for (int i = 0; i < 4; ++i) a[i] = factor<T>(q[k][i], s.kind, v);
-          ldmatrix(
-              b, piece + ((2 * b_row + v) * kChunks + ((k * 2 + lane / 8 % 2) ^ (b_row & 7))) * 16);
-          const int to = halves ? v : 0;
-          if (to == 0) {
-            Element<T>::mma(d[0][0], a, b[0], b[1]);
-            Element<T>::mma(d[0][1], a, b[2], b[3]);
-          } else {
-            Element<T>::mma(d[1][0], a, b[0], b[1]);
-            Element<T>::mma(d[1][1], a, b[2], b[3]);
+          for (int h = 0; h < 2; ++h) {
+            uint32_t a[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) a[i] = factor<T, kKind>(q[k + h][i], v);
+            if (halves && v == 1)
+              Element<T>::mma(d[1], a, b[2 * h], b[2 * h + 1]);
+            else
+              Element<T>::mma(d[0], a, b[2 * h], b[2 * h + 1]);
           }
         }
 #pragma unroll
-      for (int n = 0; n < 2; ++n)
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int l = lane / 4 + 8 * i, b = block + n * 8 + lane % 4 * 2;
-          if (l >= lanes) continue;
-          float x = d[0][n][2 * i], y = d[0][n][2 * i + 1];
-          if (halves) {
-            x = larger(x, d[1][n][2 * i]);
-            y = larger(y, d[1][n][2 * i + 1]);
-          }
-          float* to = scores + static_cast<int64_t>(l) * u.predictor.stride + b;
-          if (b + 1 < u.split.block_end)
-            *reinterpret_cast<float2*>(to) = {x, y};
-          else if (b < u.split.block_end)
-            *to = x;
+      for (int i = 0; i < 2; ++i) {
+        const int l = lane / 4 + 8 * i, b = block + lane % 4 * 2;
+        if (l >= lanes) continue;
+        float x = d[0][2 * i], y = d[0][2 * i + 1];
+        if (halves) {
+          x = larger(x, d[1][2 * i]);
+          y = larger(y, d[1][2 * i + 1]);
         }
+        float* to = scores + static_cast<int64_t>(l) * u.predictor.stride + b;
+        if (b + 1 < u.split.block_end)
+          *reinterpret_cast<float2*>(to) = {x, y};
+        else if (b < u.split.block_end)
+          *to = x;
+      }
       __syncwarp();
       load_piece<T, D>(s, load, units, stage0 + stage * kStageBytes, lane);
       load.block += kWarps * kPiece;
@@ -166,14 +172,21 @@ __global__ void __launch_bounds__(kThreads, 3) score_kernel(Score s) {
   }
 }
 
-template <class T, int D>
+template <class T, int D, SummaryKind kKind>
 void launch(const Score& s, cudaStream_t stream) {
   constexpr int kBytes = kWarps * stages_for(D) * piece_elements(D) * static_cast<int>(sizeof(T));
-  static const cudaError_t allowed =
-      cudaFuncSetAttribute(score_kernel<T, D>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  static const cudaError_t allowed = cudaFuncSetAttribute(
+      score_kernel<T, D, kKind>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   check(allowed, "score: shared memory");
-  score_kernel<T, D><<<s.num_ctas, kThreads, kBytes, stream>>>(s);
+  score_kernel<T, D, kKind><<<s.num_ctas, kThreads, kBytes, stream>>>(s);
   check(cudaGetLastError(), "score");
+}
+
+template <class T, int D>
+void launch(const Score& s, cudaStream_t stream) {
+  if (s.kind == SummaryKind::kMeanStd) return launch<T, D, SummaryKind::kMeanStd>(s, stream);
+  if (s.kind == SummaryKind::kMinMax) return launch<T, D, SummaryKind::kMinMax>(s, stream);
+  return launch<T, D, SummaryKind::kHalves>(s, stream);
 }
 
 template <class T>
