@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from oasiskv import _core
 from oasiskv.bench.scoring import CALLS, scoring, selection_row
-from oasiskv.bench.timing import Read, Run, ints, paired, stream
+from oasiskv.bench.timing import Read, Run, copies, ints, paired, stream
 from oasiskv.engine.cuda_runner import require_cuda
 from oasiskv.engine.sm_share import sm_shares
 
@@ -35,7 +35,8 @@ KERNELS = ["attention", "prefill", "score", "select", "gather"]
 def attention(batch: int, tokens: int, rows: int, heads: int, group: int, dim: int, sms: int) -> tuple[Run, int, list[torch.Tensor]]:
     """bf16 decode attention of `batch` segments that see `tokens` tokens each: (call, bytes, what it holds on to)."""
     pages_each = -(-(tokens + rows - 1) // 16)
-    pool = torch.randn(batch * pages_each, heads, 2, 16, dim, device="cuda", dtype=torch.bfloat16)
+    pool_bytes = batch * pages_each * heads * 2 * 16 * dim * 2
+    pools = torch.randn(copies(pool_bytes), batch * pages_each, heads, 2, 16, dim, device="cuda", dtype=torch.bfloat16).unbind()
     pages = torch.randperm(batch * pages_each, device="cuda", dtype=torch.int32)
     q = torch.randn(batch * rows, heads * group, dim, device="cuda", dtype=torch.bfloat16)
     out = torch.empty_like(q)
@@ -48,16 +49,17 @@ def attention(batch: int, tokens: int, rows: int, heads: int, group: int, dim: i
     slots = len(splits) * heads * tiles
     partials = torch.empty(slots * _cuda.attention_partial_floats(dim), device="cuda")
     arrivals, number = torch.zeros(slots, dtype=torch.int32, device="cuda"), ints([len(splits)])
+    turn = itertools.cycle(pools)
 
     def call() -> None:
         _cuda.attention(
-            dtype="bfloat16", num_kv_heads=heads, group=group, head_dim=dim, q=q.data_ptr(), pool=pool.data_ptr(), out=out.data_ptr(),
+            dtype="bfloat16", num_kv_heads=heads, group=group, head_dim=dim, q=q.data_ptr(), pool=next(turn).data_ptr(), out=out.data_ptr(),
             segments=segments.data_ptr(), pages=pages.data_ptr(), splits=splits.data_ptr(), num_splits=number.data_ptr(),
             max_lane_tiles=tiles, partials=partials.data_ptr(), arrivals=arrivals.data_ptr(),
             num_ctas=sms * _cuda.attention_ctas_per_sm, stream=stream(),
         )  # fmt: skip
 
-    return call, pool.numel() * 2, [pool, pages, q, out, segments, splits, partials, arrivals, number]
+    return call, pool_bytes, [pages, q, out, segments, splits, partials, arrivals, number]
 
 
 def prefill(batch: int, rows: int, visible: int, heads: int, group: int, dim: int) -> tuple[Run, dict[str, Run], float, list[torch.Tensor]]:

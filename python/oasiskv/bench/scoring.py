@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from oasiskv import _core
-from oasiskv.bench.timing import Run, ints, paired, stream, under_load
+from oasiskv.bench.timing import Run, copies, ints, paired, stream, under_load
 
 _cuda = getattr(_core, "cuda", None)
 
@@ -35,7 +35,8 @@ def scoring(batch: int, blocks: int, rows: int, heads: int, group: int, dim: int
     """
     stride, requests = blocks // 64, batch * repeat
     tables = torch.randperm(batch * stride, device="cuda", dtype=torch.int32)
-    pool = torch.randn(batch * stride, heads, 64, 2, dim, device="cuda", dtype=torch.bfloat16)
+    summary_bytes = batch * stride * heads * 64 * 2 * dim * 2
+    pools = torch.randn(copies(summary_bytes), batch * stride, heads, 64, 2, dim, device="cuda", dtype=torch.bfloat16).unbind()
     staged = torch.randn(batch * rows, heads * group, dim, device="cuda", dtype=torch.bfloat16)
     lanes = rows * group
     each = heads * lanes * blocks  # scores
@@ -48,13 +49,15 @@ def scoring(batch: int, blocks: int, rows: int, heads: int, group: int, dim: int
     slot_steps = torch.randint(900, 1000, (requests * heads, top_k), device="cuda").int()
     first_choice, slot_pages = torch.empty_like(slot_blocks), torch.zeros(requests * top_k, dtype=torch.int32, device="cuda")
     host_units = torch.zeros(requests * blocks, dtype=torch.int32, device="cuda")
-    copies, copied = torch.empty((CALLS + 1) * requests * heads * 6, 2, dtype=torch.int64, device="cuda"), ints([0])
+    fetches, copied = torch.empty((CALLS + 1) * requests * heads * 6, 2, dtype=torch.int64, device="cuda"), ints([0])
     stats = torch.zeros(requests * 4, dtype=torch.int64, device="cuda")
+
+    pool_turn = itertools.cycle(pools)
 
     def score() -> None:
         _cuda.score(
             dtype="bfloat16", num_kv_heads=heads, group=group, head_dim=dim, kind="mean_std", staged=staged.data_ptr(),
-            summaries=pool.data_ptr(), predictors=predictors.data_ptr(), summary_pages=tables.data_ptr(), summary_stride=stride,
+            summaries=next(pool_turn).data_ptr(), predictors=predictors.data_ptr(), summary_pages=tables.data_ptr(), summary_stride=stride,
             splits=splits.data_ptr(), num_splits=number.data_ptr(), max_lane_tiles=-(-lanes // _cuda.lane_tile), scores=scores.data_ptr(),
             num_ctas=sms * _cuda.score_ctas_per_sm, stream=stream(),
         )  # fmt: skip
@@ -69,21 +72,21 @@ def scoring(batch: int, blocks: int, rows: int, heads: int, group: int, dim: int
             max_blocks=blocks, max_lanes=lanes, step=step.data_ptr(), slot_blocks=slot_blocks.data_ptr(),
             slot_steps=slot_steps.data_ptr(),
             first_choice=first_choice.data_ptr(), slot_pages=slot_pages.data_ptr(), slot_stride=top_k, host_units=host_units.data_ptr(),
-            host_stride=blocks, host_step=1, host_offset=0, host_base=0, pool=0, copies=copies.data_ptr(), num_copies=copied.data_ptr(),
+            host_stride=blocks, host_step=1, host_offset=0, host_base=0, pool=0, copies=fetches.data_ptr(), num_copies=copied.data_ptr(),
             stats=stats.data_ptr(), stream=stream(),
         )  # fmt: skip
 
     score()
     scores[1] = scores[0].view(-1, blocks).roll(blocks // 2, 1).flatten()
-    turn = itertools.cycle(scores)
+    scores_turn = itertools.cycle(scores)
 
     def select() -> None:
         select_from(scores[0])
 
     def fetch() -> None:
-        select_from(next(turn))
+        select_from(next(scores_turn))
 
-    return Scoring(score, select, fetch, clear, pool.numel() * 2, batch * each * 4)
+    return Scoring(score, select, fetch, clear, summary_bytes, batch * each * 4)
 
 
 def selection_row(shape: str, few: Scoring, many: Scoring, gather: Run, gather_bytes: int, sms: int, runs: int) -> dict[str, object]:

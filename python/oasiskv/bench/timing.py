@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable
 
@@ -19,6 +20,11 @@ def ints(values: object) -> torch.Tensor:
 
 def stream() -> int:
     return torch.cuda.current_stream().cuda_stream
+
+
+def copies(size: int) -> int:
+    """Of what a call reads, `size` bytes: so many, which calls take in turn, that none finds its own in the L2 cache."""
+    return -(-4 * torch.cuda.get_device_properties(0).L2_cache_size // size)
 
 
 def events(count: int) -> list[torch.cuda.Event]:
@@ -93,9 +99,10 @@ class Read:
     """A plain read of as many bytes; the floor of what only reads device memory."""
 
     def __init__(self, size: int) -> None:
-        self._buffer = torch.empty(size, dtype=torch.uint8, device="cuda")
+        self._buffers = itertools.cycle(torch.empty(copies(size), size, dtype=torch.uint8, device="cuda").unbind())
         self._out = ints([0])
         self.sms = torch.cuda.get_device_properties(0).multi_processor_count
 
     def __call__(self) -> None:
-        _cuda.read(self._buffer.data_ptr(), self._buffer.numel(), self._out.data_ptr(), self.sms * 4, stream())
+        buffer = next(self._buffers)
+        _cuda.read(buffer.data_ptr(), buffer.numel(), self._out.data_ptr(), self.sms * 4, stream())

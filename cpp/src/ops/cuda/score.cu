@@ -1,8 +1,8 @@
 // Scores of all complete blocks for the queries that predict, in 16 bit; score_float.cu is the
 // other one.
 //
-// Grid: num_ctas, each looping over the units (split, KV head, lane tile). Four warps; warp w takes
-// 16 blocks at a time and keeps kStages of such pieces in flight by itself, across the ends of
+// Grid: num_ctas, each looping over the units (split, KV head, lane tile). Four warps; each takes
+// kPiece blocks at a time and keeps kStages of such pieces in flight by itself, across the ends of
 // units. A score is one product of [f(q), g(q)] with a block's two vectors: mean_std q.mean +
 // |q|.std, minmax q+.max + q-.min, halves the larger of q.first and q.second.
 //
@@ -44,12 +44,15 @@ __device__ void find_next(const Score& s, Cursor& c, int units, int warp) {
   c.id = c.table[c.block / kSummaryBlocks];
 }
 
-// Row 2 b + v of a piece is vector v of its block b; its 16-byte chunk c lies at c ^ (b % 8).
-__device__ void copy_once(uint32_t to, const void* from, uint64_t policy) {
+// copy_async of what this step does not read again: it leaves the L2 cache before all else.
+__device__ void copy_once(uint32_t to, const void* from) {
+  uint64_t evict_first;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(evict_first));
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
-               "l"(policy));
+               "l"(evict_first));
 }
 
+// Row 2 b + v of a piece is vector v of its block b; its 16-byte chunk c lies at c ^ b.
 template <class T, int D>
 __device__ void load_piece(const Score& s, const Cursor& c, int units, uint32_t stage, int lane) {
   if (c.unit < units) {
@@ -59,13 +62,10 @@ __device__ void load_piece(const Score& s, const Cursor& c, int units, uint32_t 
                      2 * D * sizeof(T);
     constexpr int kChunks = D * sizeof(T) / 16;
     const int rows = 2 * min(kPiece, c.end - c.block);
-    uint64_t policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
 #pragma unroll
     for (int i = lane; i < 2 * kPiece * kChunks; i += 32) {
       const int row = i / kChunks, chunk = i % kChunks;
-      if (row < rows)
-        copy_once(stage + (row * kChunks + (chunk ^ (row / 2 & 7))) * 16, from + i * 16, policy);
+      if (row < rows) copy_once(stage + (row * kChunks + (chunk ^ row / 2)) * 16, from + i * 16);
     }
   }
   commit_copies();
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kThreads, 3) score_kernel(Score s) {
   const uint32_t stage0 = shared_address(shared) + warp * kStages * kStageBytes;
   const int units = *s.num_splits * s.heads.num_kv_heads * s.max_lane_tiles;
   const int hq = s.heads.num_kv_heads * s.heads.group;
-  constexpr bool halves = kKind == SummaryKind::kHalves;
+  constexpr bool kHalves = kKind == SummaryKind::kHalves;
 
   Cursor load{
       static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x), 0, 0, nullptr, nullptr, 0};
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kThreads, 3) score_kernel(Score s) {
             uint32_t a[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) a[i] = factor<T, kKind>(q[k + h][i], v);
-            if (halves && v == 1)
+            if (kHalves && v == 1)
               Element<T>::mma(d[1], a, b[2 * h], b[2 * h + 1]);
             else
               Element<T>::mma(d[0], a, b[2 * h], b[2 * h + 1]);
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kThreads, 3) score_kernel(Score s) {
         const int l = lane / 4 + 8 * i, b = block + lane % 4 * 2;
         if (l >= lanes) continue;
         float x = d[0][2 * i], y = d[0][2 * i + 1];
-        if (halves) {
+        if (kHalves) {
           x = larger(x, d[1][2 * i]);
           y = larger(y, d[1][2 * i + 1]);
         }
