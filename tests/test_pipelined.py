@@ -281,8 +281,9 @@ def test_the_benchmark_times_the_same_requests_throughout(prompts: list[list[int
 
 
 def test_the_foreground_is_all_kernels_but_the_lookaheads(prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    names = {"gpu": ["nvjet_tst_64x8", "attention_kernel<bf16>", "append_kernel", "gather_kernel<4>", "wait_kernel", "set_kernel", "score_kernel",
-                     "select_kernel", "write_through_kernel", "Memcpy HtoD", "Memset (Device)"], "host": ["cudaGraphLaunch"]}  # fmt: skip
+    foreground = ["nvjet_tst_64x8", "attention_kernel<bf16>", "append_kernel"]
+    lookahead = ["gather_kernel<4>", "wait_kernel", "set_kernel", "score_kernel", "select_kernel", "write_through_kernel"]
+    names = {"gpu": [*foreground, *lookahead, "Memcpy HtoD", "Memset (Device)"], "host": ["cudaGraphLaunch"]}
     rows = [{"where": where, "name": name, "us_step": 10.0**i} for where in names for i, name in enumerate(names[where])]
     arm = Arm("oasis", Engine(EngineConfig(**OPTIONS), runner=LateRunner))
     monkeypatch.setattr(arm, "profile", lambda steps, trace: rows if (steps, trace) == (7, None) else [])

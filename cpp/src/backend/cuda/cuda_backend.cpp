@@ -183,23 +183,24 @@ void CudaBackend::plan_sizes() {
   graph_ = nullptr;
   size_.reset();
   if (decode) {
-    const StepSize size{
-        std::min<int>(row_bucket(sizes_.rows), static_cast<int>(arrays_.max_decode_rows())),
-        std::min<int>(row_bucket(sizes_.logits_rows), static_cast<int>(arrays_.max_logits_rows())),
-        sizes_.predictors > 0 ? std::min(block_bucket(sizes_.score_blocks), max_select_blocks_)
-                              : 0};
+    const auto requests = static_cast<int>(plan_->groups.size());
+    const auto each = [&](int rows) { return static_cast<int>(div_up(rows, requests)); };
+    const StepSize size{std::min(request_bucket(requests), config_.max_batch_size),
+                        each(sizes_.rows), each(sizes_.logits_rows),
+                        sizes_.predictors > 0
+                            ? std::min(block_bucket(sizes_.score_blocks), max_select_blocks_)
+                            : 0};
     size_ = size;
-    const int requests = std::min(size.rows, config_.max_batch_size);
-    sizes_.rows = size.rows;
-    sizes_.logits_rows = size.logits_rows;
-    sizes_.settled = sizes_.drafted = requests;
-    sizes_.predictors = sizes_.predictors > 0 ? requests : 0;
+    sizes_.rows = size.requests * size.rows_each;
+    sizes_.logits_rows = size.requests * size.logits_each;
+    sizes_.settled = sizes_.drafted = size.requests;
+    sizes_.predictors = sizes_.predictors > 0 ? size.requests : 0;
     sizes_.score_blocks = size.score_blocks;
     sizes_.staged_rows = std::max(1, config_.max_draft_len);
     tiles = decode_tiles(config_);
   }
   if (sizes_.predictors > 0) {
-    sizes_.share = share_for(sizes_.logits_rows);
+    sizes_.share = share_for(sizes_.predictors);
     sizes_.share.ctas = static_cast<int>(div_up(sizes_.share.ctas, LayerKernels::kGathers)) *
                         LayerKernels::kGathers;
   }

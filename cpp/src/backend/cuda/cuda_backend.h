@@ -3,8 +3,8 @@
 // - predict: write-through, score and select of each layer, after staged(layer).
 // - transfers: gather of each layer, after those and attended(layer), in the order of the steps;
 //   two, which layers take in turn.
-// In eager steps the gather, which needs few SMs, does not wait for them, and scoring takes what the
-// foreground leaves; graphs keep no priorities.
+// In eager steps the gather, which needs few SMs, does not wait for them, and scoring takes what
+// the foreground leaves; graphs keep no priorities.
 //
 // A step runs eagerly, or as one graph of all that is captured between begin_capture and
 // end_capture. What steps wait for of one another: the flags transferred(layer), in device memory,

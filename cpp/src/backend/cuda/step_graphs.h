@@ -53,11 +53,13 @@ class Graph {
   cudaGraphExec_t exec_ = nullptr;
 };
 
-// What a captured step was captured for; it serves any step that needs no more.
+// What a captured step was captured for; it serves any step that needs no more. Few sizes, so that
+// a service has captured all that it meets after some minutes: rows follow from the requests.
 struct StepSize {
-  int rows = 0, logits_rows = 0;
-  int score_blocks = 0;  // of the longest request that predicts; 0: none does
-  int variant = 0;       // of the caller's part
+  int requests = 0;
+  int rows_each = 0, logits_each = 0;  // on average, rounded up
+  int score_blocks = 0;                // of the longest request that predicts; 0: none does
+  int variant = 0;                     // of the caller's part
   auto operator<=>(const StepSize&) const = default;
 };
 
@@ -68,10 +70,10 @@ struct StepGraphs {
 };
 
 // The size to capture for: few sizes, little padding.
-inline int row_bucket(int rows) {
+inline int request_bucket(int requests) {
   int step = 1;
-  while (8 * step < rows) step *= 2;
-  return (rows + step - 1) / step * step;
+  while (8 * step < requests) step *= 2;
+  return (requests + step - 1) / step * step;
 }
 inline int block_bucket(int blocks) {
   int step = 128;
