@@ -40,6 +40,7 @@ void bind_cuda_core(py::module_& m, py::class_<Core>& core) {
           "draft_counts"_a, "used"_a)
       .def("share_sms",
            [](Core& c, std::vector<GatherShare> shares) { c.cuda().share_sms(std::move(shares)); })
+      .def_property_readonly("captured_steps", [](Core& c) { return c.cuda().captured_steps(); })
       .def("begin_capture", &Core::begin_capture)
       .def("end_capture", &Core::end_capture)
       .def("launch", &Core::launch, nogil())

@@ -5,6 +5,7 @@
 
 constexpr Spins kNoDelay{0, 0}, kEven{10000, 10000}, kShortForeground{2000, 8000};
 constexpr Spins kSlowForeground{20000, 2000}, kSlowBackground{2000, 20000};
+constexpr Spins kLongBackground{2000, 100000};  // far longer than any launch takes
 
 enum Fault {
   kNone,
@@ -66,14 +67,14 @@ constexpr Scenario faulty(const char* name, Spins spins, Fault fault) {
   return {.name = name, .spins = spins, .fault = fault};
 }
 constexpr Scenario kFaults[] = {
-    faulty("foreground before the transfer", kSlowBackground, kTransferNotAwaited),
-    faulty("foreground after one layer of four", kSlowBackground, kOneLayerAwaited),
-    faulty("transferred before the gather", kSlowBackground, kTransferredTooEarly),
+    faulty("foreground before the transfer", kLongBackground, kTransferNotAwaited),
+    faulty("foreground after one layer of four", kLongBackground, kOneLayerAwaited),
+    faulty("transferred before the gather", kLongBackground, kTransferredTooEarly),
     faulty("gather before attention", kSlowForeground, kAttentionNotAwaited),
-    faulty("gathers not in the order of steps", kSlowBackground, kGathersUnordered),
-    faulty("prediction before the statistics", kSlowBackground, kStatisticsNotAwaited),
+    faulty("gathers not in the order of steps", kLongBackground, kGathersUnordered),
+    faulty("prediction before the statistics", kLongBackground, kStatisticsNotAwaited),
     faulty("step before the foreground of the last", kEven, kForegroundNotAwaited),
-    faulty("upload within the background", kSlowBackground, kUploadTooEarly),
-    faulty("admission within the background", kSlowBackground, kBackgroundNotAwaited),
-    faulty("admission after one of two transfers", kSlowBackground, kOneStreamAwaited),
+    faulty("upload within the background", kLongBackground, kUploadTooEarly),
+    faulty("admission within the background", kLongBackground, kBackgroundNotAwaited),
+    faulty("admission after one of two transfers", kLongBackground, kOneStreamAwaited),
 };

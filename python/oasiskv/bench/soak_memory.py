@@ -17,7 +17,7 @@ from oasiskv.config import EngineConfig
 SUSPECTS = {
     "rss": "what is kept for each request (Engine._sequences, EngineLoop._listeners, the runner, the drafter), then the core",
     "pinned": "what pins memory in every step (torch.cuda.host_memory_stats())",
-    "gpu": "graphs captured again and again, then torch's allocator (torch.cuda.memory_summary())",
+    "gpu": "captured_steps in the rows of --json, other programs on the GPU, then torch's allocator (torch.cuda.memory_summary())",
 }
 
 

@@ -170,6 +170,9 @@ class CudaRunner(Runner):
     def drafts_used(self, step: int, count: int) -> list[int]:
         return self._used[step % 2, :count].tolist()
 
+    def usage(self) -> dict[str, int]:
+        return {"captured_steps": self.core.captured_steps}
+
     def forget(self, request_id: int) -> None:
         self._admitted.discard(request_id)
         self._behind.pop(request_id, None)

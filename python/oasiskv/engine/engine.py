@@ -361,8 +361,8 @@ class Engine:
         return self._stats(self._sequences[request_id], 0)
 
     def usage(self) -> dict[str, int]:
-        """Occupancy of the pools and counts of requests by state."""
-        return self._core.usage()
+        """Occupancy of the pools, counts of requests by state, and on CUDA of captured steps (two a size)."""
+        return self._core.usage() | self._runner.usage()
 
     def take_trace(self) -> list[dict[str, Any]]:
         """Decisions since the last call, with `trace=True`; see docs/design.md, section 5."""

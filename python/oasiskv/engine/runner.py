@@ -57,6 +57,10 @@ class Runner(ABC):
         """Of a step whose results are there: drafts of each group that was planned with some."""
         raise NotImplementedError
 
+    def usage(self) -> dict[str, int]:
+        """What it has made so far and keeps, besides the core's pools."""
+        return {}
+
     def forget(self, request_id: int) -> None:  # noqa: B027 - not every runner keeps something
         """The request has ended."""
 

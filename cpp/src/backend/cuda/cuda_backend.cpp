@@ -269,6 +269,13 @@ void CudaBackend::end_layers() {
 
 // ------------------------------------------------------------ captured steps
 
+int CudaBackend::captured_steps() const {
+  int count = 0;
+  for (const auto& [size, graphs] : graphs_)
+    for (const Graph& graph : graphs.step) count += graph ? 1 : 0;
+  return count;
+}
+
 void CudaBackend::begin_capture() {
   Graph::begin_capture(foreground_);
   capturing_ = true;

@@ -73,6 +73,7 @@ class CudaBackend final : public Backend {
   // After the device's drafter: leaves out drafts that are not there. used[i]: of the i-th request
   // with drafts.
   void trim(const int32_t* draft_counts, int32_t* used);
+  int captured_steps() const;  // graphs that there are now
   void begin_capture();
   bool end_capture();  // false: there is no memory for the graph, enqueue the step after all
   void launch();
