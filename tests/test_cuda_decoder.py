@@ -16,7 +16,7 @@ from oasiskv.engine.token_table import TokenTable
 from oasiskv.models.cuda_decoder import CudaDecoder
 from reference.cuda import DTYPES, NAN, ints, needs_gpu, relative_error, stream
 
-pytestmark = needs_gpu
+pytestmark = [*needs_gpu, pytest.mark.cublas]
 
 LLAMA = ModelConfig("LlamaForCausalLM", "float32", 200, 64, 3, 4, 2, 64, 96, 1e-5, 1e4, 256)
 CONFIGS = {

@@ -269,6 +269,7 @@ def test_a_score_depends_on_its_query_and_block_alone(kind: str) -> None:
 # ---------------------------------------------------------------- linear
 
 
+@pytest.mark.cublas
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize("fixed_rows", [0, 64])
 def test_linear_with_float32_results(dtype: str, fixed_rows: int) -> None:
@@ -287,6 +288,7 @@ def test_linear_with_float32_results(dtype: str, fixed_rows: int) -> None:
                 assert relative_error(y[:rows], expected) < (2e-6 if dtype == "float32" else 3e-5)
 
 
+@pytest.mark.cublas
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize("float_out", [False, True])
 @pytest.mark.parametrize(
@@ -322,6 +324,7 @@ def test_linear_of_a_row_depends_on_that_row_alone(
         assert torch.equal(run(first, rows), together[first : first + rows])
 
 
+@pytest.mark.cublas
 def test_captured_linear_of_fixed_rows() -> None:
     torch.manual_seed(8)
     linear, rows, n, k = _core.cuda.Linear(), 70, 192, 576

@@ -181,6 +181,7 @@ def test_layers(dtype: str) -> None:
             assert relative_error(z, gate * gate.sigmoid() * up) < tolerance
 
 
+@pytest.mark.cublas
 @pytest.mark.parametrize("dtype", list(DTYPES))
 def test_linear(dtype: str) -> None:
     torch.manual_seed(5)
@@ -231,7 +232,8 @@ def test_flags_order_streams() -> None:
     assert flags.tolist() == [5, 9, 6]
     assert seen[0] >= 20 and seen[1] == 120
     waited = stats[:, 3].tolist()
-    assert waited[1] == waited[3] == 100 and waited[0] == waited[2] > 1000, "20 fills of 256 MiB take longer than a microsecond"
+    assert waited[1] == waited[3] == 100 and waited[0] == waited[2]
+    assert waited[0] > 1000 or SMALL, "20 fills of 256 MiB take longer than a microsecond; but a sanitizer runs kernels one by one"
     assert (stats[:, :3] == 100).all()
     with pytest.raises(ValueError, match=r"wait_flags: count = 33"):
         _core.cuda.wait_flags(flags.data_ptr(), 33, 0, 0, 0)
