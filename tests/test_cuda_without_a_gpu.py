@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from oasiskv import _core
@@ -99,3 +101,51 @@ def test_a_benchmark_knows_two_arms(mode: str, capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit):
         decode_cuda.main(["--mode", mode])
     assert "give dense, oasis or dense,oasis" in capsys.readouterr().err
+
+
+def test_a_benchmark_fills_each_arm_once_a_concurrency_and_profiles_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+
+    def arm(name: str) -> object:
+        runner = SimpleNamespace(sms_in_use=lambda: (8, 124, 4) if name == "oasis" else (0, 0, 0), share_sms=lambda shares: None)
+        engine = SimpleNamespace(config=SimpleNamespace(dense=name == "dense", host_kv_gib=1), runner=runner)
+        times = {"tpot_ms": 2.0, "tpot_mean_ms": 2.0, "tpot_p99_ms": 2.0, "link_mb_step": 1.0, "stall_ms_step": 0.0, "host_ms_step": 0.0}
+
+        def fill(requests: int, context: int, output: int) -> dict[str, float]:
+            calls.append((name, "fill", requests))
+            return {"running": requests, "prefill_s": 0.1}
+
+        def measure(steps: int) -> dict[str, float]:
+            calls.append((name, steps))
+            return {**times, "turn_ms": 0.1, "turn_p99_ms": 0.1}
+
+        def foreground_ms(steps: int) -> float:
+            calls.append((name, "profiled"))
+            return 1.5
+
+        return SimpleNamespace(name=name, engine=engine, fill=fill, measure=measure, foreground_ms=foreground_ms, empty=lambda: None)
+
+    monkeypatch.setattr(decode_cuda, "require_cuda", lambda: None)
+    monkeypatch.setattr(decode_cuda, "measured_rates", lambda: {"hbm_gb_s": 1.0, "link_gb_s": 1.0})
+    monkeypatch.setattr(decode_cuda, "_floors", lambda *_: {"hbm_floor_ms": 1.0, "link_floor_ms": 1.6})
+    monkeypatch.setattr(decode_cuda, "_make_arms", lambda args: [arm(mode) for mode in args.mode])
+    written: dict[str, list[dict]] = {"rows": [], "slow": []}
+    monkeypatch.setattr(decode_cuda, "append_row", lambda file, row: written[file].append(row))
+    shares = ["8:124:4", "16:116:6"]
+    decode_cuda.main([*["--concurrency", "1", "2", "--output", "3", "--json", "rows", "--slow-down", "slow", "--sms"], *shares])
+
+    def turn(requests: int, *what: object) -> list[object]:
+        return [
+            ("dense", "fill", requests),
+            *([("dense", 3)] if 3 in what else []),
+            ("oasis", "fill", requests),
+            *[("oasis", w) for w in what],
+        ]
+
+    assert calls == [*turn(1, 3, 3), *turn(2, 3, 3), *turn(1, *["profiled"] * 4), *turn(2, *["profiled"] * 4)]
+    assert [(r["mode"], r["sms"], r["running"]) for r in written["rows"]] == [
+        row for n in (1, 2) for row in [("dense", "table", n), *[("oasis", share, n) for share in shares]]
+    ]
+    assert [(r["sms"], r["running"], r["slow_down"], r["over_bound"]) for r in written["slow"]] == [
+        (share, n, 1.0, 1.25) for n in (1, 2) for share in shares
+    ]

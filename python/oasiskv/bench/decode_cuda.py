@@ -12,6 +12,7 @@ import argparse
 import logging
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,7 +27,9 @@ from oasiskv.engine.engine import Engine, core_config
 from oasiskv.engine.loaded import LoadedModel, load_model
 from oasiskv.engine.sm_share import SmShare, sm_shares
 
-_PROFILED_STEPS = 4
+_PROFILED_STEPS = 8
+
+Share = tuple[int, ...] | None  # gather CTAs, SMs of products, runs in flight; None: by the GPU's table
 
 
 def measured_rates() -> dict[str, float]:
@@ -54,7 +57,7 @@ def _config(args: argparse.Namespace, mode: str) -> EngineConfig:
         draft_len=drafts,
         max_batch_size=batch,
         max_num_tokens=max(args.max_num_tokens, batch * (1 + drafts)),
-        max_seq_len=args.context + _outputs(args, batch) + 32,
+        max_seq_len=args.context + max(_output(args, batch, steps) for steps in _passes(args)) + 32,
         device_kv_gib=args.hbm_kv_gib,
         host_kv_gib=0 if dense else args.host_kv_gib,
         host_memory_gib=args.host_memory_gib,
@@ -100,37 +103,57 @@ def run(args: argparse.Namespace) -> list[dict[str, object]]:
     say(f"plain read {rates['hbm_gb_s']:.0f} GB/s, pinned copy {rates['link_gb_s']:.1f} GB/s")
     arms = _make_arms(args)
     rows = []
-    for concurrency in args.concurrency:
-        for arm in arms:
-            filled = arm.fill(concurrency, args.context, _outputs(args, concurrency))
-            for shares in [None] if arm.engine.config.dense else args.sms or [None]:
-                if shares is not None:
-                    _share(arm, shares)
-                chosen = "table" if shares is None else ":".join(str(part) for part in shares)
-                row = {"sms": chosen, **_measured(arm, args, rates, concurrency, filled)}
-                if args.slow_down and row["gather_ctas"]:
-                    row |= _slow_down(arm, row)
-                    _share(arm, shares)
-                row = _rounded(row, 3)
-                rows.append(row)
-                _report(row)
-                if args.json:
-                    append_row(args.json, row)
-                if args.profile:
-                    _profile(arm, args, concurrency)
-            arm.empty()
+
+    def measure(arm: Arm, concurrency: int, share: Share, filled: dict[str, float]) -> None:
+        chosen = "table" if share is None else ":".join(str(part) for part in share)
+        row = _rounded({"sms": chosen, **_measured(arm, args, rates, concurrency, filled)}, 3)
+        rows.append(row)
+        _report(row)
+        if args.json:
+            append_row(args.json, row)
+
+    measured_steps, profiled_steps = _passes(args)
+    _in_turn(arms, args, measured_steps, measure)
+    if args.slow_down or args.profile:  # last of all: launches stay slower once the profiler has run
+        measured = iter(list(rows))
+
+        def profile(arm: Arm, concurrency: int, share: Share, filled: dict[str, float]) -> None:
+            row = next(measured)
+            if args.slow_down and row["gather_ctas"]:
+                _slow_down(arm, args.slow_down, row)
+                _share(arm, share)
+            if args.profile:
+                _profile(arm, args, concurrency)
+
+        _in_turn(arms, args, profiled_steps, profile)
     return rows
 
 
-def _outputs(args: argparse.Namespace, concurrency: int) -> int:
-    """Tokens of a request: it runs on while others are filled in, some steps each, and through every measurement."""
-    measured, profiled = WARM_UP_STEPS + args.output + REFILL_STEPS, WARM_UP_STEPS + _PROFILED_STEPS
-    return (measured + profiled * (1 + 2 * args.slow_down)) * max(1, len(args.sms)) + 3 * concurrency + 32
+def _passes(args: argparse.Namespace) -> tuple[int, int]:
+    """Steps that a share takes at most: measured, and profiled."""
+    return WARM_UP_STEPS + args.output + REFILL_STEPS, (WARM_UP_STEPS + _PROFILED_STEPS) * 3
 
 
-def _share(arm: Arm, shares: tuple[int, ...] | None) -> None:
+def _output(args: argparse.Namespace, concurrency: int, steps: int) -> int:
+    """Tokens of a request: it runs on while others are filled in, some steps each, and then for `steps` steps a share of SMs."""
+    return steps * max(1, len(args.sms)) + 3 * concurrency + 32
+
+
+def _in_turn(arms: list[Arm], args: argparse.Namespace, steps: int, call: Callable[[Arm, int, Share, dict[str, float]], None]) -> None:
+    """Call with each concurrency, arm and share of SMs, and what `fill` returned; as many requests run as fit, for `steps` steps a share."""
+    for concurrency in args.concurrency:
+        for arm in arms:
+            filled = arm.fill(concurrency, args.context, _output(args, concurrency, steps))
+            for share in [None] if arm.engine.config.dense else args.sms or [None]:
+                if share is not None:
+                    _share(arm, share)
+                call(arm, concurrency, share, filled)
+            arm.empty()
+
+
+def _share(arm: Arm, share: Share) -> None:
     """None: by the GPU's table."""
-    arm.engine.runner.share_sms([SmShare(float("inf"), *shares)] if shares else sm_shares(torch.cuda.get_device_name()))
+    arm.engine.runner.share_sms([SmShare(float("inf"), *share)] if share else sm_shares(torch.cuda.get_device_name()))
 
 
 def _rounded(row: dict[str, Any], digits: int) -> dict[str, Any]:
@@ -164,13 +187,19 @@ def _measured(arm: Arm, args: argparse.Namespace, rates: dict[str, float], concu
     }
 
 
-def _slow_down(arm: Arm, row: dict[str, Any]) -> dict[str, float]:
-    """The foreground's kernels beside the gather, and of steps in which nothing is fetched; the step against what bounds it."""
+def _slow_down(arm: Arm, file: str, row: dict[str, Any]) -> None:
+    """The foreground's kernels beside the gather, and of steps in which nothing is fetched; the step of `row` against what bounds it."""
     beside = arm.foreground_ms(_PROFILED_STEPS)
     _share(arm, (0, 0))
     alone = arm.foreground_ms(_PROFILED_STEPS)
-    bound = max(beside, row["link_floor_ms"])
-    return {"foreground_alone_ms": alone, "foreground_ms": beside, "slow_down": beside / alone, "over_bound": row["tpot_ms"] / bound}
+    same = {name: row[name] for name in ("sms", "model", "context", "running", "fetch_ratio", "tpot_ms", "link_floor_ms")}
+    over = row["tpot_ms"] / max(beside, row["link_floor_ms"])
+    found = {"foreground_alone_ms": alone, "foreground_ms": beside, "slow_down": beside / alone, "over_bound": over}
+    append_row(file, _rounded(same | found, 3))
+    say(
+        f"{row['mode']:6} {row['context']} x {row['running']:3} ({row['sms']}): foreground {alone:.2f} ms, {beside:.2f} beside the gather: "
+        f"{beside / alone:.2f} times; the step is {over:.3f} of what bounds it"
+    )
 
 
 def _profile(arm: Arm, args: argparse.Namespace, concurrency: int) -> None:
@@ -180,14 +209,13 @@ def _profile(arm: Arm, args: argparse.Namespace, concurrency: int) -> None:
 
 
 def _report(row: dict[str, Any]) -> None:
-    slow = f", foreground {row['foreground_alone_ms']:.2f} -> {row['foreground_ms']:.2f} ms" if "slow_down" in row else ""
     share = f"{row['gather_ctas']}:{row['foreground_sms']}:{row['gather_in_flight']}"
     say(
         f"{row['mode']:6} {row['context']} x {row['running']:3} of {row['concurrency']:3} ({share}): "
         f"{row['tok_s']:7.0f} tok/s, TPOT {row['tpot_ms']:6.2f} ms (mean {row['tpot_mean_ms']:.2f}, p99 {row['tpot_p99_ms']:.2f}), "
         f"floors: HBM {row['hbm_floor_ms']:.2f}, link {row['link_mb_step']:.0f} MB = {row['link_floor_ms']:.2f} ms; "
-        f"stall {row['stall_ms_step']:.2f}, host {row['host_ms_step']:.2f}, turn {row['turn_ms']:.2f} ms"
-        f"{slow}, prefill {row['prefill_s']:.1f} s"
+        f"stall {row['stall_ms_step']:.2f}, host {row['host_ms_step']:.2f}, turn {row['turn_ms']:.2f} ms, "
+        f"prefill {row['prefill_s']:.1f} s"
     )
 
 
@@ -236,7 +264,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="gather CTAs : SMs of products (0: all) : runs of 8 KiB in flight a CTA (8), for oasis, in place of the table's; each is "
         "measured; 0:0 fetches nothing",
     )
-    parser.add_argument("--slow-down", action="store_true", help="measure oasis with nothing fetched too")
+    parser.add_argument(
+        "--slow-down",
+        help="file that what the gather costs the foreground's kernels is added to, a JSON object a line: last, in steps that are profiled",
+    )
     parser.add_argument("--no-graphs", action="store_true")
     parser.add_argument("--profile", help="file that the kernels and CUDA calls of a step are added to, a JSON object a line")
     parser.add_argument("--trace", help="with --profile: begin of the names of traces for chrome://tracing")
