@@ -140,7 +140,7 @@ def _output(args: argparse.Namespace, concurrency: int, steps: int) -> int:
 
 
 def _in_turn(arms: list[Arm], args: argparse.Namespace, steps: int, call: Callable[[Arm, int, Share, dict[str, float]], None]) -> None:
-    """Call with each concurrency, arm and share of SMs, and what `fill` returned; as many requests run as fit, for `steps` steps a share."""
+    """Call with each concurrency, arm and share of SMs, and what `fill` returned: as many requests run as fit, for `steps` a share."""
     for concurrency in args.concurrency:
         for arm in arms:
             filled = arm.fill(concurrency, args.context, _output(args, concurrency, steps))
