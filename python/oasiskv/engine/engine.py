@@ -195,15 +195,15 @@ class Engine:
             raise error
         if not self._runner.pipelined or self._on_host:
             return self._whole_step()
-        # The device has a step to run while the oldest one's tokens are read; the next is launched before they become text. Not so
-        # while the host samples for somebody: the next step needs that token.
+        # The device has a step to run while the oldest one's tokens are read; the next is launched before they become text. While the host
+        # samples for somebody, the next step needs that token: it is launched between.
         depth = 1 if any(s.params.sampled_on_host for s in self._sequences.values()) else 2
         if len(self._launched) < depth and self._launch() and len(self._launched) < depth:
             return []
         if not self._launched:
             return []
         taken = self._collect()
-        if depth > 1:
+        if len(self._launched) < depth:
             self._launch()
         return self._outputs(taken)
 
