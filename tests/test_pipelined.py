@@ -23,14 +23,17 @@ OPTIONS = {"drafter": "previous", "top_k_blocks": 4, "sparse_from": 64, "device_
 LENGTHS = (5, 70, 33, 150, 16, 64)
 
 
-def run(engine: Engine, requests: list[tuple[list[int], SamplingParams]]) -> list[RequestOutput]:
-    """All answers, each as one output."""
+def run(engine: Engine, requests: list[tuple[list[int], SamplingParams]], pause: int = 0) -> list[RequestOutput]:
+    """All answers, each as one output. Each request comes `pause` steps after the one before."""
     answers = {}
-    for prompt, params in requests:
-        request = engine.next_id()
-        engine.add(request, prompt, params)
-        answers[request] = RequestOutput(request)
-    for _ in range(2000):
+    coming = list(requests)
+    for step in range(2000):
+        while coming and (pause == 0 or step % pause == 0):
+            request = engine.next_id()
+            engine.add(request, *coming.pop(0))
+            answers[request] = RequestOutput(request)
+            if pause:
+                break
         for o in engine.step():
             answer = answers[o.request_id]
             assert not answer.finished
@@ -38,7 +41,7 @@ def run(engine: Engine, requests: list[tuple[list[int], SamplingParams]]) -> lis
             answer.text += o.text
             answer.logprobs += o.logprobs
             answer.finished, answer.finish_reason, answer.stats = o.finished, o.finish_reason, o.stats
-        if all(a.finished for a in answers.values()):
+        if not coming and all(a.finished for a in answers.values()):
             break
     engine.step()  # what was launched for requests that have stopped
     usage = engine.usage()
@@ -84,7 +87,8 @@ def test_one_token_requests(prompts: list[list[int]], expected: list[RequestOutp
         assert g.token_ids == e.token_ids[: params.max_tokens]
 
 
-def test_the_host_samples_for_those_that_need_it_alone(prompts: list[list[int]], expected: list[RequestOutput]) -> None:
+@pytest.mark.parametrize("pause", [0, 3])
+def test_the_host_samples_for_those_that_need_it_alone(prompts: list[list[int]], expected: list[RequestOutput], pause: int) -> None:
     """They come while others run, and go before them; each has the tokens, and logprobs, of whole steps."""
     options = [
         {"max_tokens": 20}, {"max_tokens": 9, "repetition_penalty": 1.5}, {"max_tokens": 20}, {"max_tokens": 5, "logprobs": 2},
@@ -94,7 +98,7 @@ def test_the_host_samples_for_those_that_need_it_alone(prompts: list[list[int]],
     engine = Engine(EngineConfig(**OPTIONS), runner=LateRunner)
     asked, logits_rows = [], engine.runner.logits_rows
     engine.runner.logits_rows = lambda rows, requests: asked.extend(rows) or logits_rows(rows, requests)
-    got = run(engine, requests)
+    got = run(engine, requests, pause)
     for w, g in zip(run(Engine(EngineConfig(**OPTIONS)), requests), got, strict=True):
         assert (g.token_ids, g.text, g.finish_reason, g.logprobs) == (w.token_ids, w.text, w.finish_reason, w.logprobs)
     assert got[1].token_ids != expected[1].token_ids[:9], "the penalty changes nothing: not a test of who samples"

@@ -42,9 +42,11 @@ class LateRunner(CpuRunner):
     def results(self, step: int, count: int) -> list[int]:
         assert step >= self.core.last_step - 1, "only the last two steps' tokens are kept"
         assert len(self.sampled[step]) == count
+        self.read = step
         return self.sampled[step]
 
     def logits_rows(self, rows: list[int], requests: list[Sequence]) -> torch.Tensor:
+        assert self.read == self.core.last_step, "the logits are the next step's"
         for sequence in requests:
             del self.tokens[sequence.id][len(sequence.token_ids) :]
         return self.last[rows]
