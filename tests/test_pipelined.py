@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
 
 from oasiskv.bench.arm import Arm
 from oasiskv.checkpoint import load_checkpoint, resolve_model
@@ -156,6 +158,66 @@ def test_a_launch_that_fails_takes_no_token_with_it(prompts: list[list[int]], ex
         assert tokens == expected[0].token_ids
 
 
+def test_launches_that_fail_once_each_change_nothing(prompts: list[list[int]]) -> None:
+    """Above all the working sets of requests that turn sparse with fewer blocks than they may keep: those grow."""
+    options = OPTIONS | {"top_k_blocks": 8}
+    requests = [(p, SamplingParams(max_tokens=70, ignore_eos=True)) for p in prompts[:4]]
+    whole = run(Engine(EngineConfig(**options)), requests)
+    assert max(w.stats["resident_tokens_max"] for w in whole) > 8 * 16
+    engine = Engine(EngineConfig(**options), runner=LateRunner)
+    launch, tries = engine.runner.launch, iter(range(10000))
+
+    def failing(*args: object) -> None:
+        if next(tries) % 2 == 0:
+            raise RuntimeError("no memory")
+        launch(*args)
+
+    step, engine.runner.launch = engine.step, failing
+
+    def patient() -> list[RequestOutput]:
+        try:
+            return step()
+        except RuntimeError:
+            return []
+
+    engine.step = patient
+    for w, g in zip(whole, run(engine, requests), strict=True):
+        assert (g.token_ids, g.text) == (w.token_ids, w.text)
+        assert g.stats["resident_tokens_max"] == w.stats["resident_tokens_max"]
+
+
+def test_a_step_that_breaks_off_within_ends_its_requests(prompts: list[list[int]], expected: list[RequestOutput]) -> None:
+    """What of it ran may have moved a block into a working set: the core runs no other step with such a request."""
+    engine = Engine(EngineConfig(**OPTIONS), runner=LateRunner)
+    long, short = (engine.next_id() for _ in range(2))
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    engine.add(long, prompts[3], params)
+    engine.add(short, prompts[0], params)
+    model, logits = engine.runner._model, engine.runner.logits
+    forward, broken = model.forward, []
+
+    def breaks(tokens: torch.Tensor, attend: Callable, wanted: torch.Tensor) -> torch.Tensor:
+        broken.append(tokens)
+        attend(0, torch.zeros(len(tokens), 3 * model.config.hidden_size))
+        raise RuntimeError("broke off")
+
+    def watched(groups: list, *args: object) -> torch.Tensor:
+        settles = any(g.kind == "sparse" and g.start % 16 == 0 for g in groups)
+        model.forward = breaks if settles and not broken else forward
+        return logits(groups, *args)
+
+    engine.runner.logits = watched
+    with pytest.raises(RuntimeError, match="broke off"):
+        for _ in range(60):
+            engine.step()
+    with pytest.raises(RuntimeError, match=f"request {long} .*end it"):
+        for _ in range(2):
+            engine.step()
+    engine.stop(long, "error")
+    answer = [t for _ in range(60) for o in engine.step() for t in o.token_ids]
+    assert answer and engine.usage()["device_pages_free"] == engine.usage()["device_pages"]
+
+
 def test_a_launch_that_fails_is_not_told_to_whoever_comes_later(prompts: list[list[int]], expected: list[RequestOutput]) -> None:
     engine = Engine(EngineConfig(**OPTIONS), runner=LateRunner)
     launch, tokens = engine.runner.launch, expected[0].token_ids
@@ -267,9 +329,8 @@ def test_random_lives_are_those_of_whole_steps(tokenizer: Tokenizer, likely: lis
                 assert g.token_ids == w.token_ids[: len(g.token_ids)]
                 continue
             assert (g.token_ids, g.text, g.finish_reason) == (w.token_ids, w.text, w.finish_reason), seed
-            assert [g.stats[n] for n in ("generated_tokens", "dense_steps", "sparse_steps")] == [
-                w.stats[n] for n in ("generated_tokens", "dense_steps", "sparse_steps")
-            ]
+            for name in ("generated_tokens", "dense_steps", "sparse_steps", "resident_tokens_max"):
+                assert g.stats[name] == w.stats[name], (seed, name)
     assert min(preempted, cancelled, failed) > 5, (preempted, cancelled, failed)
 
 

@@ -50,6 +50,7 @@ std::shared_ptr<const StepPlan> Core::plan(const std::map<RequestId, int>& draft
   step_ = std::move(plan);
   last_step_ = step_->step;
   next_layer_ = 0;
+  ran_ = false;
   try {
     backend_->begin(step_);
   } catch (...) {
@@ -62,6 +63,7 @@ std::shared_ptr<const StepPlan> Core::plan(const std::map<RequestId, int>& draft
 void Core::forward(int layer, const void* qkv, void* out) {
   if (!step_ || layer != next_layer_)
     throw std::logic_error("forward(" + std::to_string(layer) + ") out of order");
+  ran_ = true;
   backend_->forward(layer, qkv, out);
   ++next_layer_;
 }
@@ -75,6 +77,7 @@ void Core::commit(const std::map<RequestId, int>& new_tokens) {
 
 void Core::abort_step() {
   if (!step_) return;
+  if (ran_) scheduler_->break_off(*step_);
   step_.reset();  // whatever comes of the rest: a core that keeps its step can end no request
   backend_->abort();
 }
@@ -111,6 +114,7 @@ bool Core::end_capture() {
 
 void Core::launch() {
   if (!step_ || next_layer_ != 0) throw std::logic_error("launch() out of order");
+  ran_ = true;
   cuda().launch();
   next_layer_ = config_.num_layers;
 }

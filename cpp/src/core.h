@@ -71,6 +71,7 @@ class Core {
   std::shared_ptr<StepPlan> step_;  // between plan() and commit()
   int64_t last_step_ = 0;
   int next_layer_ = 0;
+  bool ran_ = false;  // something of the step
 };
 
 }  // namespace oasis

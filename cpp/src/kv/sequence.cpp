@@ -58,7 +58,7 @@ void SequenceKv::turn_sparse(int64_t complete) {
 }
 
 void SequenceKv::give_back_pages() {
-  given_back_ = static_cast<int64_t>(pages_.size());
+  given_back_ = sparse_ ? used_slots() : static_cast<int64_t>(pages_.size());
   pools_.device.give_back_all(pages_);
   for (DevicePage& p : local_)
     if (p.valid()) {

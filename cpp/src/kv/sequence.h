@@ -36,11 +36,11 @@ class SequenceKv {
   const std::vector<SummaryPage>& summary_pages() const { return summary_pages_; }
   HostBlock host_unit(int layer, LogicalBlock b) const { return host_[b.value * layers_ + layer]; }
   const std::vector<HostBlock>& host_units() const { return host_; }  // [block][layer]
-  // Sparse, and the block that settles next gets a new slot rather than another's.
-  bool grows() const {
-    return sparse_ && complete_blocks() > settled &&
-           static_cast<int64_t>(pages_.size()) < max_slots_;
-  }
+  // Sparse: slots that hold a block.
+  int64_t used_slots() const { return std::min(max_slots_, settled); }
+  // Sparse, and the block that settles next gets a new slot rather than another's. Its page may be
+  // there already: of a step that did not come to run.
+  bool grows() const { return sparse_ && complete_blocks() > settled && settled < max_slots_; }
   int64_t complete_blocks() const { return committed / kBlockTokens; }
   // The pages that attention reads, in order, for a step whose last position is `last_position`.
   std::vector<int32_t> reading_order(int64_t last_position) const;

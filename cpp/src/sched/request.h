@@ -26,7 +26,8 @@ struct Request {
   RequestState resume_to = RequestState::kPrefill;
   // Known tokens: the prompt and what was generated; KV exists for seq->committed of them.
   int64_t tokens = 0;
-  bool grows = false;  // in the step at hand, a settled block gets a new slot
+  bool grows = false;   // in the step at hand, a settled block gets a new slot
+  bool broken = false;  // by a step that broke off
   std::optional<FirstChoice> first_choice;
   std::unique_ptr<SequenceKv> seq;
 

@@ -100,7 +100,7 @@ int Scheduler::draft_rows(const Request& r) const {
 // working set grows.
 int64_t Scheduler::decode_pages(const Request& r, int rows) const {
   if (!r.seq->in_sparse()) return blocks_for(r.seq->committed + rows);
-  return static_cast<int64_t>(r.seq->pages().size()) + (r.grows ? 1 : 0);
+  return r.seq->used_slots() + (r.grows ? 1 : 0);
 }
 
 void Scheduler::preempt(Request& r) {
@@ -172,6 +172,10 @@ void Scheduler::admit() {
 // resumed later, or were preempted after it drafted, would draft differently from one that is
 // alone.
 std::vector<std::pair<RequestId, int>> Scheduler::begin_step() {
+  for (const auto& r : requests_)
+    if (r->broken)
+      throw std::logic_error("request " + std::to_string(r->id) +
+                             " was in a step that broke off while a block of it settled: end it");
   if (begun_) {  // its caller was interrupted: what it settled stands
     std::erase_if(wanted_, [&](const auto& w) { return find(w.first) == nullptr; });
     return wanted_;
@@ -251,6 +255,11 @@ void Scheduler::add_group(StepPlan& plan, Request& r, RowGroup g) {
   plan.rows += g.rows;
   plan.staged_rows += g.staged_rows;
   plan.groups.push_back(std::move(g));
+}
+
+void Scheduler::break_off(const StepPlan& plan) {
+  for (const RowGroup& g : plan.groups)
+    if (g.kind == RowKind::kSparse && g.settle_to > g.settle_from) find(g.id)->broken = true;
 }
 
 void Scheduler::commit(const StepPlan& plan, const std::map<RequestId, int>& new_tokens) {

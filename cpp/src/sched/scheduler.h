@@ -23,11 +23,14 @@ class Scheduler {
   void submit(RequestId id, int64_t prompt_tokens, int64_t max_new_tokens);
   bool end(RequestId id);  // false if unknown
   // Settles who decodes in the next step (one resumes, some turn sparse); how many draft rows each
-  // of them may use.
+  // of them may use. Throws while there is a request that a step broke.
   std::vector<std::pair<RequestId, int>> begin_step();
   // The next step, or null when nothing can run. `drafts`: draft rows the caller has for each
   // request. After begin_step().
   std::shared_ptr<StepPlan> plan(const std::map<RequestId, int>& drafts);
+  // Some of the step ran and the rest never will: in some layers a block has its slot, in others
+  // not, and victims are gone. Such requests can only be ended.
+  void break_off(const StepPlan& plan);
   // The step is over: how many tokens each group with logits yielded.
   void commit(const StepPlan& plan, const std::map<RequestId, int>& new_tokens);
 

@@ -187,8 +187,8 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Run one step; the outputs of every request that yielded something. [] when nothing can run, or its tokens come next time.
 
-        Raises what a step raised, when the tokens of those before it are told. The caller then ends the requests, as EngineLoop does: a
-        step that broke off may have changed their caches.
+        Raises what a step raised, when the tokens of those before it are told. Those whose caches a step that broke off may have changed
+        run no more: steps raise who they are until they are ended. EngineLoop ends all.
         """
         if not self._launched and self._error:
             error, self._error = self._error, None
