@@ -64,7 +64,7 @@ StepArrays::Places StepArrays::places(int64_t rows, int64_t settled, int64_t pre
   p.drafted_requests = place(batch, sizeof(int32_t));
   p.rows = place(rows, sizeof(Row));
   p.prefill_tiles = place(prefill_tiles, sizeof(PrefillTile));
-  p.pages = place(config_.device_pages + 2 * batch, sizeof(int32_t));
+  p.pages = place(config_.device_pages, sizeof(int32_t));
   p.bytes = at;
   return p;
 }
