@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from oasiskv.engine import engine as engine_module
 from oasiskv.engine.llm import LLM, GenerationResult
 from oasiskv.engine.sampling import SamplingParams
 from reference.cuda import needs_gpu
@@ -64,6 +65,25 @@ def test_64_together_equal_one_by_one(prose_ids: list[int], options: dict) -> No
         assert sum(r.stats["sparse_steps"] for r in together) > 500
         assert sum(r.stats["blocks_admitted"] for r in together) > 1000
         assert [r.stats["bytes_fetched"] for r in together] == [r.stats["bytes_fetched"] for r in alone]
+
+
+def test_few_sizes_are_kept_captured(prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs go while they may still run, and sizes are captured again."""
+    sizes = engine_module.core_config
+
+    def few(*args: object) -> object:
+        config = sizes(*args)
+        config.captured_sizes = 2
+        return config
+
+    params = [SamplingParams(max_tokens=10 + i, ignore_eos=True, temperature=i % 2, seed=i) for i in range(len(prompts))]
+    with LLM(**SPARSE, **EXACT) as llm:
+        expected = ids(llm.generate(prompts, params))
+        assert llm.usage()["captured_steps"] > 4
+    monkeypatch.setattr(engine_module, "core_config", few)
+    with LLM(**SPARSE, **EXACT) as llm:
+        assert ids(llm.generate(prompts, params)) == expected
+        assert 0 < llm.usage()["captured_steps"] <= 4
 
 
 def test_sparse_tokens_mostly_equal_the_cpus(prompts: list[list[int]]) -> None:

@@ -63,6 +63,28 @@ def test_a_short_soak_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "with seed 2" in told and "tok/s; rss" in told and "of 10 device pages" in told and "soak passed: seed 2" in told
 
 
+def test_all_sizes_of_steps_come_before_the_traffic(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    met: set[tuple[int, bool]] = set()  # requests that decode, and whether the first of them is sparse
+    step, restart = Engine.step, Memory.restart
+
+    def noted(engine: Engine) -> list:
+        outputs = step(engine)
+        running = engine.request_ids()
+        met.add((engine.usage()["decoding"], bool(running) and engine.stats(running[0])["sparse_steps"] > 0))
+        return outputs
+
+    def stop_noting(memory: Memory) -> None:
+        monkeypatch.setattr(Engine, "step", step)
+        restart(memory)
+
+    monkeypatch.setattr(soak_run, "captures", lambda config: True)
+    monkeypatch.setattr(soak_ledger, "LEAST", {"cpu": {}})
+    monkeypatch.setattr(Engine, "step", noted)
+    monkeypatch.setattr(Memory, "restart", stop_noting)
+    assert soak(1, device_kv_gib=0.05, growth_mib=1000, json=tmp_path / "soak.jsonl") == 0
+    assert met >= {(n, sparse) for n in range(1, 9) for sparse in (False, True)}
+
+
 def test_what_does_not_end_in_time_is_cancelled(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

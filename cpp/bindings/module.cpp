@@ -179,7 +179,7 @@ PYBIND11_MODULE(_core, m) {
       .def_readwrite("num_threads", &CoreConfig::num_threads)
       .def_readwrite("qk_norms", &CoreConfig::qk_norms)
       .def_readwrite("norm_eps", &CoreConfig::norm_eps)
-      .def_readwrite("graphs", &CoreConfig::graphs)
+      .def_readwrite("captured_sizes", &CoreConfig::captured_sizes)
       .def_readwrite("gather_shares", &CoreConfig::gather_shares)
       .def_readwrite("host_assume_bytes", &CoreConfig::host_assume_bytes)
       .def_readwrite("host_progress", &CoreConfig::host_progress)

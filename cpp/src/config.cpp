@@ -77,6 +77,7 @@ void CoreConfig::validate() const {
       "for dense on CUDA");
   need(summary_pages >= 0, "summary_pages", summary_pages, "must be 0 (automatic) or more");
   need(max_batch_size > 0, "max_batch_size", max_batch_size, "must be at least 1");
+  need(captured_sizes >= 0, "captured_sizes", captured_sizes, "must not be negative");
   need(max_num_tokens >= max_batch_size * (1 + max_draft_len), "max_num_tokens", max_num_tokens,
        "must hold max_batch_size * (1 + max_draft_len) decode rows");
   need(max_seq_len > 0, "max_seq_len", max_seq_len, "must be at least 1");

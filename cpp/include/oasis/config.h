@@ -58,7 +58,7 @@ struct CoreConfig {
   // CUDA only.
   std::vector<std::pair<uintptr_t, uintptr_t>> qk_norms;  // a layer's [D] weights; empty: none
   float norm_eps = 0.0f;
-  bool graphs = true;                      // decode steps run as CUDA graphs
+  int captured_sizes = 128;  // of decode steps: the last used are CUDA graphs; 0: none is
   std::vector<GatherShare> gather_shares;  // by link_bytes, ascending; the last serves all above
   int64_t host_assume_bytes = 0;  // memory there is for the host pool; 0: as the machine says
   std::function<void(int64_t done, int64_t total)> host_progress;  // bytes that are pinned

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
+import itertools
 import signal
 import sys
 import threading
@@ -28,8 +29,14 @@ from oasiskv.errors import ConfigError, EngineError, RequestError
 DRAIN_S = 12.0  # what is in flight when the time is over may still take so long; the rest is cancelled
 _CLOSE_S = 30.0
 _SAMPLE_S = 0.5
+_STEPS_A_SIZE = 4  # one is run eagerly, then one of each parity captured
 POOLS = ("device_pages", "host_blocks", "summary_pages")
 STATES = ("decoding", "prefilling", "waiting", "preempted")
+
+
+def captures(config: EngineConfig) -> bool:
+    """Whether the engine keeps something for each size of steps."""
+    return config.backend == "cuda" and config.cuda_graphs
 
 
 class Soak:
@@ -50,6 +57,7 @@ class Soak:
             except RequestError as error:
                 raise ConfigError(f"the largest request or the canary does not fit: {error}") from None
         self._ledger = Ledger()
+        self._canary_prompt = canary.prompt_ids
         self._canary = Canary(canary, self._exact, llm, self._ledger, report)
         self._clients = Clients(args, llm, text_ids, self._ledger, report)
         self._memory = Memory(config)
@@ -81,6 +89,8 @@ class Soak:
             return
         if not self._config.dense and not reference.stats["sparse_steps"]:
             raise ConfigError(f"--canary-prompt {self._args.canary_prompt}: the canary never turns sparse; make it longer")
+        if captures(self._config) and not self._meet_sizes():
+            return
         self._held_at_start = self._held()
         self._began = self._told = time.monotonic()
         self._memory.restart()
@@ -95,6 +105,23 @@ class Soak:
 
     def _ask_canary(self) -> bool:
         thread = start_thread(self._report, "canary", self._canary.ask)
+        return self._watch(lambda: not thread.is_alive())
+
+    def _meet_sizes(self) -> bool:
+        """Steps of each number of requests, without a sparse one and with, greedy and random: captured later they would look like a leak."""
+        say("each size of steps runs once")
+        config, long = self._config, self._canary_prompt
+        firsts = [long[:8]] if config.dense else [long[:8], long]
+
+        def meet() -> None:
+            for first, temperature in itertools.product(firsts, (0.0, 0.8)):
+                prompts = [first] + [long[:8]] * (config.max_batch_size - 1)
+                lives = range(_STEPS_A_SIZE * len(prompts), 0, -_STEPS_A_SIZE)
+                most = config.max_seq_len - len(first)
+                params = [SamplingParams(max_tokens=min(n, most), temperature=temperature, ignore_eos=True) for n in lives]
+                self._llm.generate(prompts, params)
+
+        thread = start_thread(self._report, "sizes", meet)
         return self._watch(lambda: not thread.is_alive())
 
     def _drain(self, asking: threading.Thread) -> bool:

@@ -58,7 +58,8 @@ def core_config(config: EngineConfig, model: ModelConfig) -> _core.CoreConfig:
     device_bytes = int(config.device_kv_gib * _GIB)
     if config.backend == "cuda":  # device_kv_gib is a share of the GPU's memory: the summaries are in it
         device_bytes -= c.summary_bytes
-        c.graphs = config.cuda_graphs
+        if not config.cuda_graphs:
+            c.captured_sizes = 0
         c.host_assume_bytes = int((config.host_memory_gib or 0) * _GIB)
         c.host_progress = _log_pinned
     c.device_pages = max(0, device_bytes // (c.page_bytes * c.num_layers))

@@ -166,7 +166,7 @@ void CudaBackend::begin(std::shared_ptr<const StepPlan> plan) {
 void CudaBackend::plan_sizes() {
   sizes_ = {};
   sizes_.rows = static_cast<int>(plan_->rows);
-  bool decode = config_.graphs && !config_.trace;
+  bool decode = config_.captured_sizes > 0 && !config_.trace;
   int tiles = 1;
   for (const RowGroup& g : plan_->groups) {
     sizes_.logits_rows += g.logits_rows;
@@ -217,6 +217,8 @@ CudaBackend::StepView CudaBackend::view(int variant) {
   if (size_ && variant != kEager) {
     size_->variant = variant;
     graph_ = &graphs_[*size_];
+    graph_->used = plan_->step;
+    if (static_cast<int>(graphs_.size()) > config_.captured_sizes) drop_oldest_graph();
   }
   const bool warmed = graph_ && graph_->warmed, captured = warmed && graph_->step[parity_];
   return {sizes_.rows,
@@ -229,6 +231,13 @@ CudaBackend::StepView CudaBackend::view(int variant) {
           arrays_.rows(parity_),
           arrays_.logits_rows(parity_),
           arrays_.drafted_requests(parity_)};
+}
+
+// The graph may still run: CUDA frees it after.
+void CudaBackend::drop_oldest_graph() {
+  graphs_.erase(std::min_element(graphs_.begin(), graphs_.end(), [](const auto& a, const auto& b) {
+    return a.second.used < b.second.used;
+  }));
 }
 
 void CudaBackend::trim(const int32_t* draft_counts, int32_t* used) {

@@ -99,6 +99,7 @@ class CudaBackend final : public Backend {
   void transfer(int layer);
   void count_selections();
   void plan_sizes();
+  void drop_oldest_graph();
   const GatherShare& share_for(int64_t requests) const;
   void end_layers();
   void trace_step();

@@ -64,6 +64,7 @@ struct StepSize {
 };
 
 struct StepGraphs {
+  int64_t used = 0;      // the last step of its size
   bool warmed = false;   // has run eagerly: libraries have chosen their algorithms, code is loaded
   bool refused = false;  // there was no memory for it: it stays eager
   std::array<Graph, 2> step;  // by parity
