@@ -108,7 +108,7 @@ class Soak:
         return self._watch(lambda: not thread.is_alive())
 
     def _meet_sizes(self) -> bool:
-        """Steps of each number of requests, without a sparse one and with, greedy and random: captured later they would look like a leak."""
+        """Steps of each number of requests, without a sparse one or with, greedy and random: captured later they would look like leaks."""
         say("each size of steps runs once")
         config, long = self._config, self._canary_prompt
         firsts = [long[:8]] if config.dense else [long[:8], long]
