@@ -145,7 +145,7 @@ KINDS = {
     "waves": lambda rng, n: 9.0 * (np.arange(n) % 8 == 3) + rng.standard_normal(n),  # the best all in one column, if it has 8
     "huge": lambda rng, n: rng.choice([-3e38, 3e38, 1.0, -1.0], n),
     "tiny": lambda rng, n: rng.standard_normal(n) * 1e-38,
-    "round to the same": lambda rng, n: np.where(rng.random(n) < 0.2, 4.0, rng.standard_normal(n) * 1e-16),
+    "round to the same": lambda rng, n: np.where(rng.random(n) < 3 / n, 4.0, rng.standard_normal(n) * 10.0 ** rng.integers(-17, -13)),
 }
 
 
@@ -233,6 +233,22 @@ def test_borders(rounds: None, vocab: int, options: dict) -> None:
         assert sampler.token_at(x, p, 0.0) == order[0]
 
 
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"min_p": 0.01}, {"top_k": 50}, {"top_p": 0.9, "top_k": 3000}])
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.9])
+def test_beside_borders(rounds: None, temperature: float, options: dict) -> None:
+    """As near to a border as sums in another order allow, on either side, the token is the reference's."""
+    rng, p = np.random.default_rng(int(temperature * 10)), SamplingParams(temperature=temperature, **options)
+    for vocab in (600, 5000, 40_000):
+        x = (rng.standard_normal(vocab) * 3).astype(np.float32)
+        x64, near = x.astype(np.float64), slow.rounding(vocab)
+        order, cdf = slow.candidates(x64, p)
+        wide = np.flatnonzero(np.diff(cdf, prepend=0, append=1)[:-1] > 10 * near)
+        for border in cdf[rng.choice(wide, 12)] / cdf[-1]:
+            for uniform in (border * (1 - near), border * (1 + near)):
+                if uniform < 1:
+                    assert sampler.token_at(x, p, uniform) == sampler.token_at(x64, p, uniform) == slow.pick(order, cdf, uniform)
+
+
 @pytest.mark.parametrize("n", [1, 2, 20, 64, 1000])
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_best_ids(rounds: None, kind: str, n: int) -> None:
@@ -241,6 +257,21 @@ def test_best_ids(rounds: None, kind: str, n: int) -> None:
             x = KINDS[kind](np.random.default_rng(vocab), vocab).astype(dtype)
             got, order = candidates.best_ids(x, n), np.argsort(-x, kind="stable")
             assert len(got) >= min(n, vocab) and np.array_equal(got, order[: len(got)])
+
+
+@pytest.mark.parametrize("temperature", [1e-320, 0.7, 1.0, 1e30, 1.7e308])
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_most_likely(rounds: None, kind: str, temperature: float) -> None:
+    for vocab in (1, 5, 65, 1003, 9000):
+        for dtype in (np.float32, np.float64):
+            x = KINDS[kind](np.random.default_rng(vocab), vocab).astype(dtype)
+            with np.errstate(over="ignore"):
+                s = (x.astype(np.float64) - x.max()) / temperature
+            order = np.argsort(-s, kind="stable")
+            for n in (1, 2, 20, 64, 500):
+                got, shifted = candidates.most_likely(x, n, float(x.max()), temperature)
+                assert len(got) >= min(n, vocab) and np.array_equal(got, order[: len(got)])
+                assert np.array_equal(shifted, s[got])
 
 
 def test_few_candidates_are_sorted() -> None:

@@ -66,13 +66,17 @@ def logprobs_of(x: np.ndarray, token: int, count: int) -> Sampled:
     return Sampled(token, float(logprobs[token]), [(int(t), float(logprobs[t])) for t in top])
 
 
-def beside_a_border(x: np.ndarray, p: SamplingParams, uniform: float) -> set[int]:
-    """The tokens that this reference has where the uniform number, top_p and min_p are each off by no more than sums in another order are.
+def rounding(vocab: int) -> float:
+    """What one order of sums may differ by from another, relatively.
 
-    A running sum of n terms is right to n * 2**-53 of itself, a weight exp(s) to |s| * 2**-53 and 0 if s < -745; two such are compared.
+    A running sum of n terms is right to n * 2**-53, a weight exp(s) to |s| * 2**-53 (0 if s < -745); quotients of such are compared.
     """
-    rounding = 4 * (len(x) + 745) * 2.0**-53
-    moves = (1 - rounding, 1.0, 1 + rounding)
+    return 4 * (vocab + 745) * 2.0**-53
+
+
+def beside_a_border(x: np.ndarray, p: SamplingParams, uniform: float) -> set[int]:
+    """The tokens that this reference has where the uniform number, top_p and min_p are each off by no more than rounding."""
+    moves = (1 - rounding(len(x)), 1.0, 1 + rounding(len(x)))
     found = set()
     for u, top, low in itertools.product(moves, moves, moves):
         moved = dataclasses.replace(p, top_p=min(1.0, p.top_p * top) if p.top_p < 1 else 1.0, min_p=min(1.0, p.min_p * low))
