@@ -24,7 +24,7 @@ from oasiskv.engine.cuda_runner import CudaRunner, require_cuda
 from oasiskv.engine.loaded import LoadedModel, load_model
 from oasiskv.engine.machine import check_pools_fit, usable_cpus
 from oasiskv.engine.runner import CpuRunner, Runner
-from oasiskv.engine.sampler import Sampled, Sampler, SampleRow
+from oasiskv.engine.sampler import Sampled, Sampler
 from oasiskv.engine.sampling import SamplingParams
 from oasiskv.engine.sequence import RequestOutput, Sequence
 from oasiskv.errors import CapacityError, ConfigError, EngineError, RequestError
@@ -257,8 +257,8 @@ class Engine:
         if on_host:
             requests = list(on_host.values())
             logits = self._runner.logits_rows(list(on_host), requests)
-            rows = [SampleRow(s.params, s.token_ids, s.prompt_tokens) for s in requests]
-            for sequence, sampled in zip(requests, self._sampler.sample(logits, rows), strict=True):
+            sampled_rows = self._sampler.sample(logits, [s.row for s in requests])
+            for sequence, sampled in zip(requests, sampled_rows, strict=True):
                 sequence.take(sampled)
         return self._end_finished(taken, broken, launched.step)
 
@@ -321,10 +321,7 @@ class Engine:
         return self._outputs(self._end_finished(taken, broken))
 
     def _sample(self, pending: list[tuple[_core.RowGroup, int]], logits: torch.Tensor) -> list[Sampled | None]:
-        rows = []
-        for g, _ in pending:
-            s = self._sequences[g.id]
-            rows.append(SampleRow(s.params, s.token_ids, s.prompt_tokens))
+        rows = [self._sequences[g.id].row for g, _ in pending]
         good = torch.isfinite(logits).all(dim=1).tolist()
         if all(good):
             return list(self._sampler.sample(logits, rows))

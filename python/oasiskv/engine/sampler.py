@@ -1,29 +1,46 @@
-"""Logits to tokens, each row by itself: a row's token never depends on its batch."""
+"""Logits to tokens, each row by itself: a row's token never depends on its batch.
+
+Every request of a step waits for these rows, so nothing here sorts a vocabulary whose order it does not need (`candidates`).
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
+from oasiskv import _core
+from oasiskv.engine.candidates import best_ids, most_likely
 from oasiskv.engine.sampling import SamplingParams
+from oasiskv.engine.token_counts import TokenCounts
 
 _LIMIT = 1e300  # an extreme repetition penalty must not overflow
+_FIRST_CANDIDATES, _GROWTH = 64, 8  # most draws look once
+_PIECE = 32768  # values whose float64 stay in the L2 cache
 
 
 @dataclass
 class SampleRow:
-    """A row of logits: whose it is and the tokens before it, prompt first; not to be changed."""
+    """A request as its rows of logits need it, for as long as it lasts. `token_ids`, prompt first, are only ever appended to."""
 
     params: SamplingParams
     token_ids: list[int]
     prompt_tokens: int
+    _counts: TokenCounts | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def generated(self) -> int:
         return len(self.token_ids) - self.prompt_tokens
+
+    def counts(self) -> TokenCounts:
+        """Of all tokens there are now; made when first asked for."""
+        if self._counts is None:
+            self._counts = TokenCounts(self.token_ids, self.prompt_tokens)
+        self._counts.update()
+        return self._counts
 
 
 @dataclass(slots=True)
@@ -36,58 +53,109 @@ class Sampled:
 
 
 class Sampler:
-    """`eos_ids` are masked, like a request's stop ids, until it has its min_tokens."""
+    """`eos_ids` are masked, like a request's stop ids, until it has its min_tokens. For one thread."""
 
     def __init__(self, eos_ids: Iterable[int]) -> None:
         self._eos_ids = sorted(eos_ids)
+        self._copy = np.empty(0)
 
     def sample(self, logits: torch.Tensor, rows: list[SampleRow]) -> list[Sampled]:
         """logits: float32 [len(rows), vocab], finite."""
-        plain = [i for i, r in enumerate(rows) if r.params.plain_greedy]
-        best = dict(zip(plain, logits[plain].argmax(dim=1).tolist(), strict=True)) if plain else {}
-        return [Sampled(best[i]) if i in best else self._sample_row(logits[i].numpy(), r) for i, r in enumerate(rows)]
+        return [self._sample_row(x, row) for x, row in zip(logits.numpy(), rows, strict=True)]
 
-    def _sample_row(self, logits: np.ndarray, row: SampleRow) -> Sampled:
-        p = row.params
-        x = penalise(logits.astype(np.float64), row)
-        if row.generated < p.min_tokens:
+    def _sample_row(self, x: np.ndarray, row: SampleRow) -> Sampled:
+        p, masked = row.params, row.generated < row.params.min_tokens
+        if p.penalised or masked:
+            x = self._in_float64(x)
+            penalise(x, row)
+        if masked:
             x[[t for t in (*self._eos_ids, *p.stop_token_ids) if t < len(x)]] = -np.inf
         token = int(x.argmax()) if p.temperature == 0 else draw(x, p, len(row.token_ids))
         if p.logprobs is None:
             return Sampled(token)
-        logprobs = x - x.max()
-        logprobs -= np.log(np.exp(logprobs).sum())
-        top = np.lexsort((np.arange(len(x)), -x))[: p.logprobs]
-        return Sampled(token, float(logprobs[token]), [(int(t), float(logprobs[t])) for t in top])
+        top = best_ids(x, p.logprobs)[: p.logprobs].tolist() if p.logprobs else []
+        x = self._in_float64(x)
+        x -= x.max()
+        shifted = x[[token, *top]]
+        logprob, *top_logprobs = (shifted - np.log(np.exp(x, out=x).sum())).tolist()
+        return Sampled(token, logprob, list(zip(top, top_logprobs, strict=True)))
+
+    def _in_float64(self, x: np.ndarray) -> np.ndarray:
+        """A copy to change, or x where it is that. It is the next row's too: fresh memory costs more than what is done with it."""
+        if x is not self._copy:
+            if len(self._copy) != len(x):
+                self._copy = np.empty(len(x))
+            self._copy[:] = x
+        return self._copy
 
 
-def penalise(x: np.ndarray, row: SampleRow) -> np.ndarray:
-    """Repetition (over prompt and output: divides positive logits, multiplies negative), presence and frequency (over output)."""
+def penalise(x: np.ndarray, row: SampleRow) -> None:
+    """x float64 [vocab], in place: repetition (over prompt and output: divides positive, multiplies negative), presence and frequency
+    (over output).
+    """
     p = row.params
-    if p.repetition_penalty != 1:
-        seen = np.unique(np.array(row.token_ids, dtype=np.int64))
-        with np.errstate(over="ignore"):
-            x[seen] = np.where(x[seen] > 0, x[seen] / p.repetition_penalty, x[seen] * p.repetition_penalty)
-    if row.generated and (p.presence_penalty or p.frequency_penalty):
-        seen, counts = np.unique(np.array(row.token_ids[row.prompt_tokens :], dtype=np.int64), return_counts=True)
-        x[seen] -= p.presence_penalty + p.frequency_penalty * counts
-    return np.clip(x, -_LIMIT, _LIMIT, out=x)
+    if not p.penalised:
+        return
+    counts = row.counts()
+    seen = x[counts.ids]
+    with np.errstate(over="ignore"):
+        seen = np.maximum(seen, 0) / p.repetition_penalty + np.minimum(seen, 0) * p.repetition_penalty
+    seen -= p.presence_penalty * (counts.generated > 0) + p.frequency_penalty * counts.generated
+    x[counts.ids] = np.minimum(np.maximum(seen, -_LIMIT), _LIMIT)
 
 
 def draw(x: np.ndarray, p: SamplingParams, position: int) -> int:
-    """One token by inverse CDF over the filtered distribution, candidates by (probability descending, id ascending)."""
-    with np.errstate(over="ignore"):
-        x = (x - x.max()) / p.temperature  # shifted first: a tiny temperature must not make infinity of the best
-    order = np.argsort(-x, kind="stable")
-    if p.top_k:
-        order = order[: p.top_k]
-    probs = np.exp(x[order] - x[order[0]])
-    probs /= probs.sum()
-    keep = len(order)
+    """One token by inverse CDF over the filtered distribution, candidates by (probability descending, id ascending).
+
+    x: float32 or float64 [vocab]; -inf is never drawn.
+    """
+    return token_at(x, p, _core.philox_uniform(p.seed, position))
+
+
+def token_at(x: np.ndarray, p: SamplingParams, uniform: float) -> int:
+    """`draw`'s token for a uniform number in [0, 1)."""
+    peak, count, total = float(x.max()), p.top_k or _FIRST_CANDIDATES, None
+    while True:
+        order, shifted = most_likely(x, count, peak, p.temperature)
+        if p.top_k:
+            order, shifted = order[: p.top_k], shifted[: p.top_k]
+        weights, complete = np.exp(shifted), p.top_k > 0 or len(order) == len(x)
+        if complete:
+            total = weights.sum()
+        elif total is None:
+            total = _total_weight(x, peak, p.temperature)
+        probs = weights / total
+        at = _find(probs, p, uniform, complete)
+        if at is not None:
+            return int(order[at])
+        count *= _GROWTH
+        wanted = p.top_p if p.top_p < 1 else uniform
+        if wanted - probs.sum() > count * probs[-1]:  # none that follows is likelier than the last: so many will not reach it
+            count = len(x)
+
+
+def _find(probs: np.ndarray, p: SamplingParams, uniform: float, complete: bool) -> int | None:
+    """Which of probs [n], descending, is drawn after top_p and min_p. They are all candidates' if `complete`; else None is beyond them."""
+    cdf, keep = np.cumsum(probs), len(probs)
     if p.top_p < 1:
-        keep = int(np.searchsorted(np.cumsum(probs), p.top_p)) + 1
+        keep = min(keep, int(np.searchsorted(cdf, p.top_p)) + 1)
     if p.min_p > 0:
         keep = min(keep, int(np.count_nonzero(probs >= p.min_p * probs[0])))
-    cdf = np.cumsum(probs[: max(1, keep)])
-    uniform = np.random.Generator(np.random.Philox(key=p.seed, counter=position)).random()
-    return int(order[min(int(np.searchsorted(cdf, uniform * cdf[-1], side="right")), len(cdf) - 1)])
+    if complete or keep < len(probs):
+        return min(int(np.searchsorted(cdf[:keep], uniform * cdf[keep - 1], side="right")), keep - 1)
+    if p.top_p < 1 or p.min_p > 0:
+        return None  # the cut may be further down, and with it the mass that is drawn from
+    at = int(np.searchsorted(cdf, uniform, side="right"))
+    return at if at < len(probs) else None
+
+
+def _total_weight(x: np.ndarray, peak: float, temperature: float) -> float:
+    """Sum of exp((x - peak) / temperature), piece by piece."""
+    total, piece, factor = 0.0, np.empty(min(len(x), _PIECE)), 1 / max(temperature, sys.float_info.min)
+    with np.errstate(over="ignore"):
+        for at in range(0, len(x), _PIECE):
+            part = x[at : at + _PIECE]
+            part = np.subtract(part, peak, out=piece[: len(part)], dtype=np.float64)
+            part *= factor
+            total += float(np.exp(part, out=part).sum())
+    return total

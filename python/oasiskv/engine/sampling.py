@@ -78,10 +78,13 @@ class SamplingParams:
         _check(top is None or _integer(top, 0, 20), "logprobs", top, "must be in 0..20")
 
     @property
+    def penalised(self) -> bool:
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
     def sampled_on_host(self) -> bool:
         """Whether sampling needs what the device does not keep: counts of tokens, the logits themselves, or how many are generated."""
-        penalised = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
-        return penalised or self.logprobs is not None or self.min_tokens > 0
+        return self.penalised or self.logprobs is not None or self.min_tokens > 0
 
     @property
     def plain_greedy(self) -> bool:

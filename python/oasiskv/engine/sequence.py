@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from oasiskv.engine.sampler import Sampled
+from oasiskv.engine.sampler import Sampled, SampleRow
 from oasiskv.engine.sampling import SamplingParams
 from oasiskv.tokenizer import IncrementalDetokenizer
 
@@ -84,6 +84,7 @@ class Sequence:
         self.token_ids = list(prompt_ids)  # the output follows; only ever appended to
         self.prompt_tokens = len(prompt_ids)
         self.params = params
+        self.row = SampleRow(params, self.token_ids, self.prompt_tokens)  # for the sampler
         self.finish_reason: str | None = None
         self.drafted = 0
         self.accepted = 0
