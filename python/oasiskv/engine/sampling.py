@@ -85,8 +85,3 @@ class SamplingParams:
     def sampled_on_host(self) -> bool:
         """Whether sampling needs what the device does not keep: counts of tokens, the logits themselves, or how many are generated."""
         return self.penalised or self.logprobs is not None or self.min_tokens > 0
-
-    @property
-    def plain_greedy(self) -> bool:
-        """Whether the next token is the argmax of the raw logits and nothing else is asked for."""
-        return self.temperature == 0 and not self.sampled_on_host
