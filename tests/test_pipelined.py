@@ -186,8 +186,11 @@ def test_launches_that_fail_once_each_change_nothing(prompts: list[list[int]]) -
         assert g.stats["resident_tokens_max"] == w.stats["resident_tokens_max"]
 
 
-def test_a_step_that_breaks_off_within_ends_its_requests(prompts: list[list[int]], expected: list[RequestOutput]) -> None:
-    """What of it ran may have moved a block into a working set: the core runs no other step with such a request."""
+@pytest.mark.parametrize("token", [0, 5], ids=["a block settles", "none does"])
+def test_a_step_that_breaks_off_within_ends_its_requests(prompts: list[list[int]], expected: list[RequestOutput], token: int) -> None:
+    """What of it ran may have moved a block into a working set, when it settled or was fetched: the core runs no other step with such
+    a request. One that is dense goes on.
+    """
     engine = Engine(EngineConfig(**OPTIONS), runner=LateRunner)
     long, short = (engine.next_id() for _ in range(2))
     params = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -202,20 +205,25 @@ def test_a_step_that_breaks_off_within_ends_its_requests(prompts: list[list[int]
         raise RuntimeError("broke off")
 
     def watched(groups: list, *args: object) -> torch.Tensor:
-        settles = any(g.kind == "sparse" and g.start % 16 == 0 for g in groups)
-        model.forward = breaks if settles and not broken else forward
+        here = any(g.kind == "sparse" and g.start % 16 == token for g in groups)
+        model.forward = breaks if here and not broken else forward
         return logits(groups, *args)
 
     engine.runner.logits = watched
+    answer: list[int] = []
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            answer.extend(t for o in engine.step() if o.request_id == short for t in o.token_ids)
+
     with pytest.raises(RuntimeError, match="broke off"):
-        for _ in range(60):
-            engine.step()
+        steps(60)
     with pytest.raises(RuntimeError, match=f"request {long} .*end it"):
-        for _ in range(2):
-            engine.step()
+        steps(2)
     engine.stop(long, "error")
-    answer = [t for _ in range(60) for o in engine.step() for t in o.token_ids]
-    assert answer and engine.usage()["device_pages_free"] == engine.usage()["device_pages"]
+    steps(60)
+    assert len(answer) == 40 and answer[:20] == expected[0].token_ids
+    assert engine.usage()["device_pages_free"] == engine.usage()["device_pages"]
 
 
 def test_a_launch_that_fails_is_not_told_to_whoever_comes_later(prompts: list[list[int]], expected: list[RequestOutput]) -> None:
