@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -105,6 +106,38 @@ def test_the_host_samples_for_those_that_need_it_alone(prompts: list[list[int]],
         assert (g.token_ids, g.text, g.finish_reason, g.logprobs) == (w.token_ids, w.text, w.finish_reason, w.logprobs)
     assert got[1].token_ids != expected[1].token_ids[:9], "the penalty changes nothing: not a test of who samples"
     assert len(asked) == 9 + 5 + 12
+
+
+def test_tokens_that_cannot_be_sampled_are_sampled_by_the_next_step(prompts: list[list[int]]) -> None:
+    """The host's logits, or its sampler, fail once a step: no request takes its token twice, or never."""
+    options = [{"max_tokens": 20}, {"max_tokens": 9, "repetition_penalty": 1.5}, {"max_tokens": 5}, {"max_tokens": 12, "logprobs": 2}]
+    requests = [(p, SamplingParams(ignore_eos=True, **o)) for p, o in zip(prompts, options, strict=False)]
+    engine = Engine(EngineConfig(**OPTIONS), runner=LateRunner)
+    step, failed = engine.step, []
+
+    def failing_every_second_time(call: Callable) -> Callable:
+        calls = itertools.count()
+
+        def failing(*args: object) -> object:
+            if next(calls) % 2 == 0:
+                failed.append(call)
+                raise RuntimeError("no memory")
+            return call(*args)
+
+        return failing
+
+    engine.runner.logits_rows = failing_every_second_time(engine.runner.logits_rows)
+    engine._sampler.sample = failing_every_second_time(engine._sampler.sample)
+
+    def patient() -> list[RequestOutput]:
+        while True:
+            with contextlib.suppress(RuntimeError):
+                return step()
+
+    engine.step = patient
+    for w, g in zip(run(Engine(EngineConfig(**OPTIONS)), requests), run(engine, requests), strict=True):
+        assert (g.token_ids, g.text, g.finish_reason, g.logprobs) == (w.token_ids, w.text, w.finish_reason, w.logprobs)
+    assert len(failed) > 30
 
 
 def test_a_cancel_between_launch_and_tokens(prompts: list[list[int]], expected: list[RequestOutput]) -> None:
