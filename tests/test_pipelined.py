@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -107,6 +108,38 @@ def test_the_host_samples_for_those_that_need_it_alone(prompts: list[list[int]],
     assert len(asked) == 9 + 5 + 12
 
 
+def test_tokens_that_cannot_be_sampled_are_sampled_by_the_next_step(prompts: list[list[int]]) -> None:
+    """The host's logits, or its sampler, fail once a step: no request takes its token twice, or never."""
+    options = [{"max_tokens": 20}, {"max_tokens": 9, "repetition_penalty": 1.5}, {"max_tokens": 5}, {"max_tokens": 12, "logprobs": 2}]
+    requests = [(p, SamplingParams(ignore_eos=True, **o)) for p, o in zip(prompts, options, strict=False)]
+    engine = Engine(EngineConfig(**OPTIONS), runner=LateRunner)
+    step, failed = engine.step, []
+
+    def failing_every_second_time(call: Callable) -> Callable:
+        calls = itertools.count()
+
+        def failing(*args: object) -> object:
+            if next(calls) % 2 == 0:
+                failed.append(call)
+                raise RuntimeError("no memory")
+            return call(*args)
+
+        return failing
+
+    engine.runner.logits_rows = failing_every_second_time(engine.runner.logits_rows)
+    engine._sampler.sample = failing_every_second_time(engine._sampler.sample)
+
+    def patient() -> list[RequestOutput]:
+        while True:
+            with contextlib.suppress(RuntimeError):
+                return step()
+
+    engine.step = patient
+    for w, g in zip(run(Engine(EngineConfig(**OPTIONS)), requests), run(engine, requests), strict=True):
+        assert (g.token_ids, g.text, g.finish_reason, g.logprobs) == (w.token_ids, w.text, w.finish_reason, w.logprobs)
+    assert len(failed) > 30
+
+
 def test_a_cancel_between_launch_and_tokens(prompts: list[list[int]], expected: list[RequestOutput]) -> None:
     engine = Engine(EngineConfig(**OPTIONS), runner=LateRunner)
     first, second = engine.next_id(), engine.next_id()
@@ -186,8 +219,11 @@ def test_launches_that_fail_once_each_change_nothing(prompts: list[list[int]]) -
         assert g.stats["resident_tokens_max"] == w.stats["resident_tokens_max"]
 
 
-def test_a_step_that_breaks_off_within_ends_its_requests(prompts: list[list[int]], expected: list[RequestOutput]) -> None:
-    """What of it ran may have moved a block into a working set: the core runs no other step with such a request."""
+@pytest.mark.parametrize("token", [0, 5], ids=["a block settles", "none does"])
+def test_a_step_that_breaks_off_within_ends_its_requests(prompts: list[list[int]], expected: list[RequestOutput], token: int) -> None:
+    """What of it ran may have moved a block into a working set, when it settled or was fetched: the core runs no other step with such
+    a request. One that is dense goes on.
+    """
     engine = Engine(EngineConfig(**OPTIONS), runner=LateRunner)
     long, short = (engine.next_id() for _ in range(2))
     params = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -202,20 +238,25 @@ def test_a_step_that_breaks_off_within_ends_its_requests(prompts: list[list[int]
         raise RuntimeError("broke off")
 
     def watched(groups: list, *args: object) -> torch.Tensor:
-        settles = any(g.kind == "sparse" and g.start % 16 == 0 for g in groups)
-        model.forward = breaks if settles and not broken else forward
+        here = any(g.kind == "sparse" and g.start % 16 == token for g in groups)
+        model.forward = breaks if here and not broken else forward
         return logits(groups, *args)
 
     engine.runner.logits = watched
+    answer: list[int] = []
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            answer.extend(t for o in engine.step() if o.request_id == short for t in o.token_ids)
+
     with pytest.raises(RuntimeError, match="broke off"):
-        for _ in range(60):
-            engine.step()
+        steps(60)
     with pytest.raises(RuntimeError, match=f"request {long} .*end it"):
-        for _ in range(2):
-            engine.step()
+        steps(2)
     engine.stop(long, "error")
-    answer = [t for _ in range(60) for o in engine.step() for t in o.token_ids]
-    assert answer and engine.usage()["device_pages_free"] == engine.usage()["device_pages"]
+    steps(60)
+    assert len(answer) == 40 and answer[:20] == expected[0].token_ids
+    assert engine.usage()["device_pages_free"] == engine.usage()["device_pages"]
 
 
 def test_a_launch_that_fails_is_not_told_to_whoever_comes_later(prompts: list[list[int]], expected: list[RequestOutput]) -> None:

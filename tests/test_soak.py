@@ -85,6 +85,22 @@ def test_all_sizes_of_steps_come_before_the_traffic(monkeypatch: pytest.MonkeyPa
     assert met >= {(n, sparse) for n in range(1, 9) for sparse in (False, True)}
 
 
+def test_an_engine_that_hangs_before_the_traffic_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    step, close, release = Engine.step, soak_run.Soak._close, threading.Event()
+
+    def hangs(engine: Engine) -> list:
+        if engine.usage()["decoding"] > 1:  # more than the canary: sizes are met
+            release.wait(60)
+        return step(engine)
+
+    monkeypatch.setattr(soak_run, "captures", lambda config: True)
+    monkeypatch.setattr(soak_run.Soak, "_close", lambda self: release.set() or close(self))
+    monkeypatch.setattr(Engine, "step", hangs)
+    assert soak(1, stall_s=2) == 1
+    told = capsys.readouterr().err
+    assert "no client waits, and the engine's thread has been in its step for 2." in told and "in hangs" in told
+
+
 def test_what_does_not_end_in_time_is_cancelled(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

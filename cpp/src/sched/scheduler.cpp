@@ -175,7 +175,7 @@ std::vector<std::pair<RequestId, int>> Scheduler::begin_step() {
   for (const auto& r : requests_)
     if (r->broken)
       throw std::logic_error("request " + std::to_string(r->id) +
-                             " was in a step that broke off while a block of it settled: end it");
+                             " was sparse in a step that broke off: end it");
   if (begun_) {  // its caller was interrupted: what it settled stands
     std::erase_if(wanted_, [&](const auto& w) { return find(w.first) == nullptr; });
     return wanted_;
@@ -259,7 +259,7 @@ void Scheduler::add_group(StepPlan& plan, Request& r, RowGroup g) {
 
 void Scheduler::break_off(const StepPlan& plan) {
   for (const RowGroup& g : plan.groups)
-    if (g.kind == RowKind::kSparse && g.settle_to > g.settle_from) find(g.id)->broken = true;
+    if (g.kind == RowKind::kSparse) find(g.id)->broken = true;
 }
 
 void Scheduler::commit(const StepPlan& plan, const std::map<RequestId, int>& new_tokens) {

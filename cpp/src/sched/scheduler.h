@@ -28,8 +28,8 @@ class Scheduler {
   // The next step, or null when nothing can run. `drafts`: draft rows the caller has for each
   // request. After begin_step().
   std::shared_ptr<StepPlan> plan(const std::map<RequestId, int>& drafts);
-  // Some of the step ran and the rest never will: in some layers a block has its slot, in others
-  // not, and victims are gone. Such requests can only be ended.
+  // Some of the step ran and the rest never will: in some layers of a sparse request blocks were
+  // fetched, or one has its slot, in others not, and victims are gone. It can only be ended.
   void break_off(const StepPlan& plan);
   // The step is over: how many tokens each group with logits yielded.
   void commit(const StepPlan& plan, const std::map<RequestId, int>& new_tokens);

@@ -191,6 +191,11 @@ class Soak:
                 self._report.fail(f"{signal.Signals(self._signal).name} came {self._elapsed():.0f} s into the run; {state}")
             elif oldest and now - oldest.heard > self._args.stall_s:
                 self._report.fail(self._silence(oldest))
+            elif not oldest and (quiet := self._loop.quiet_s()) > self._args.stall_s:
+                self._report.fail(
+                    f"no client waits, and the engine's thread has been in its step for {quiet:.1f} s (--stall-s {self._args.stall_s:g}): "
+                    f"look at the step it is in\n{self._loop.stack() or 'it has ended'}"
+                )
             if now - self._sampled >= _SAMPLE_S:
                 self._sampled = now
                 self._memory.sample()

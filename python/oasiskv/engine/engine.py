@@ -232,14 +232,11 @@ class Engine:
         return True
 
     def _collect(self) -> _Taken:
-        """Waits for the tokens of the oldest launched step."""
-        launched = self._launched.popleft()
+        """Waits for the tokens of the oldest launched step. A failure before they are all there takes none: the next call has them."""
+        launched, sequences = self._launched[0], self._sequences
         tokens = self._runner.results(launched.step, len(launched.sampling))
-        sequences = self._sequences
-        for i, used in zip(launched.drafting, self._runner.drafts_used(launched.step, len(launched.drafting)), strict=True):
-            if i in sequences:
-                sequences[i].drafted += used
-        taken: dict[int, Sequence] = {}
+        drafts_used = self._runner.drafts_used(launched.step, len(launched.drafting))
+        sampled: dict[int, Sampled] = {}
         broken: list[int] = []
         on_host: dict[int, Sequence] = {}  # by logits row
         for row, (i, token) in enumerate(zip(launched.sampling, tokens, strict=True)):
@@ -248,18 +245,21 @@ class Engine:
                 continue
             if token < 0:
                 broken.append(i)
-                continue
-            taken[i] = sequence
-            if sequence.params.sampled_on_host:
+            elif sequence.params.sampled_on_host:
                 on_host[row] = sequence
             else:
-                sequence.take(Sampled(token))
+                sampled[i] = Sampled(token)
         if on_host:
             requests = list(on_host.values())
             logits = self._runner.logits_rows(list(on_host), requests)
-            sampled_rows = self._sampler.sample(logits, [s.row for s in requests])
-            for sequence, sampled in zip(requests, sampled_rows, strict=True):
-                sequence.take(sampled)
+            sampled.update(zip([s.id for s in requests], self._sampler.sample(logits, [s.row for s in requests]), strict=True))
+        self._launched.popleft()
+        for i, used in zip(launched.drafting, drafts_used, strict=True):
+            if i in sequences:
+                sequences[i].drafted += used
+        taken = {i: sequences[i] for i in launched.sampling if i in sampled}
+        for i, sequence in taken.items():
+            sequence.take(sampled[i])
         return self._end_finished(taken, broken, launched.step)
 
     def _whole_step(self) -> list[RequestOutput]:
