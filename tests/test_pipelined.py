@@ -140,6 +140,28 @@ def test_tokens_that_cannot_be_sampled_are_sampled_by_the_next_step(prompts: lis
     assert len(failed) > 30
 
 
+def test_what_follows_accepted_drafts_may_fail_to_be_sampled(prompts: list[list[int]], caplog: pytest.LogCaptureFixture) -> None:
+    """In a step of several tokens a request, those that it has stay, and are in the cache: the next step goes on behind them."""
+    options = OPTIONS | {"drafter": "ngram", "draft_len": 4, "accept_drafts": True, "dense": True}
+    requests = [(p, SamplingParams(max_tokens=40, ignore_eos=True)) for p in prompts]
+    whole = run(Engine(EngineConfig(**options)), requests)
+    assert sum(w.stats["draft_accepted"] for w in whole) > 20
+    engine = Engine(EngineConfig(**options))
+    sample, steps = engine._sampler.sample, [0]
+
+    def failing(*args: object) -> object:
+        steps.append(engine.runner.core.last_step)
+        if steps[-1] == steps[-2]:  # not the step's first round
+            raise RuntimeError("no memory")
+        return sample(*args)
+
+    engine._sampler.sample = failing
+    for w, g in zip(whole, run(engine, requests), strict=True):
+        assert (g.token_ids, g.text) == (w.token_ids, w.text)
+        assert g.stats["draft_accepted"] == 0
+    assert "could not be sampled" in caplog.text
+
+
 def test_a_cancel_between_launch_and_tokens(prompts: list[list[int]], expected: list[RequestOutput]) -> None:
     engine = Engine(EngineConfig(**OPTIONS), runner=LateRunner)
     first, second = engine.next_id(), engine.next_id()

@@ -298,7 +298,13 @@ class Engine:
         round_ = 0
         while pending:
             rows = [row0 + round_ for _, row0 in pending]
-            sampled = self._sample(pending, logits[rows])
+            try:
+                sampled = self._sample(pending, logits[rows])
+            except Exception:
+                if round_ == 0:
+                    raise
+                _log.exception("what follows accepted drafts could not be sampled: the step ends with the tokens it has")
+                break
             further = []
             for (g, row0), token in zip(pending, sampled, strict=True):
                 sequence = self._sequences[g.id]
