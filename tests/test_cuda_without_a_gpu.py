@@ -105,9 +105,13 @@ def test_a_benchmark_knows_two_arms(mode: str, capsys: pytest.CaptureFixture[str
 
 def test_a_benchmark_fills_each_arm_once_a_concurrency_and_profiles_last(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[object] = []
+    shared: list[int] = []  # gather CTAs
 
     def arm(name: str) -> object:
-        runner = SimpleNamespace(sms_in_use=lambda: (8, 124, 4) if name == "oasis" else (0, 0, 0), share_sms=lambda shares: None)
+        runner = SimpleNamespace(
+            sms_in_use=lambda: (8, 124, 4) if name == "oasis" else (0, 0, 0),
+            share_sms=lambda shares: shared.append(shares[0].gather_ctas),
+        )
         engine = SimpleNamespace(config=SimpleNamespace(dense=name == "dense", host_kv_gib=1), runner=runner)
         times = {"tpot_ms": 2.0, "tpot_mean_ms": 2.0, "tpot_p99_ms": 2.0, "link_mb_step": 1.0, "stall_ms_step": 0.0, "host_ms_step": 0.0}
 
@@ -143,6 +147,7 @@ def test_a_benchmark_fills_each_arm_once_a_concurrency_and_profiles_last(monkeyp
         ]
 
     assert calls == [*turn(1, 3, 3), *turn(2, 3, 3), *turn(1, *["profiled"] * 4), *turn(2, *["profiled"] * 4)]
+    assert shared == [8, 16] * 2 + [8, 0, 8, 16, 0, 16] * 2, "the share that is measured is back before the next profile"
     assert [(r["mode"], r["sms"], r["running"]) for r in written["rows"]] == [
         row for n in (1, 2) for row in [("dense", "table", n), *[("oasis", share, n) for share in shares]]
     ]

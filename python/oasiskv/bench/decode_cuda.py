@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> list[dict[str, object]]:
     measured_steps, profiled_steps = _passes(args)
     _in_turn(arms, args, measured_steps, measure)
     if args.slow_down or args.profile:  # last of all: launches stay slower once the profiler has run
-        measured = iter(list(rows))
+        measured = iter(rows)
 
         def profile(arm: Arm, concurrency: int, share: Share, filled: dict[str, float]) -> None:
             row = next(measured)

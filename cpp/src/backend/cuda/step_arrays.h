@@ -62,8 +62,6 @@ class StepArrays {
   int32_t* drafted_requests(int parity) const { return at<int32_t>(parity, at_->drafted_requests); }
   int32_t* pages(int parity) const { return at<int32_t>(parity, at_->pages); }
 
-  int64_t max_decode_rows() const { return max_decode_rows_; }
-  int64_t max_logits_rows() const { return max_logits_rows_; }
   int64_t max_splits() const { return max_splits_; }
   int64_t max_bytes() const { return whole_.bytes; }
 

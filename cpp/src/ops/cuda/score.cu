@@ -44,7 +44,8 @@ __device__ void find_next(const Score& s, Cursor& c, int units, int warp) {
   c.id = c.table[c.block / kSummaryBlocks];
 }
 
-// copy_async of what this step does not read again: it leaves the L2 cache before all else.
+// copy_async of what only this unit and its other lane tiles, which run beside it, read in a step:
+// it leaves the L2 cache before all else.
 __device__ void copy_once(uint32_t to, const void* from) {
   uint64_t evict_first;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(evict_first));
