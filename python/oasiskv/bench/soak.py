@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     traffic.add_argument("--max-output", type=int)
     traffic.add_argument("--canary-prompt", type=int, help="tokens")
     traffic.add_argument("--canary-output", type=int)
-    traffic.add_argument("--canary-every-s", type=float, default=4.0)
+    traffic.add_argument("--canary-every-s", type=float, default=4.0, help="pause between two of a thread, on average; two threads ask")
     checks = parser.add_argument_group("checks")
     checks.add_argument("--stall-s", type=float, help="a request without any output for longer hangs")
     checks.add_argument("--growth-mib", type=float, default=64.0, help="of RSS and of the GPU's memory over the last two thirds")

@@ -1,4 +1,4 @@
-"""The canary of a soak: one long greedy request, asked again and again, whose answer must stay the same."""
+"""The canary of a soak: one long greedy request, asked again and again, two at a time, whose answer must stay the same."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Canary:
                 self._report.fail(self._difference(self.reference, result))
         self._ledger.end_canary(live, differs)
 
-    def ask_again_and_again(self, seed: int, every_s: float) -> None:
-        """Until the clients stop."""
-        rng = random.Random(f"{seed} canaries")
+    def ask_again_and_again(self, name: str, seed: int, every_s: float) -> None:
+        """Until the clients stop; on several threads, so that how many answers there are depends less on how long one waits."""
+        rng = random.Random(f"{seed} {name}")
         while not self._report.stop.wait(rng.uniform(0.5, 1.5) * every_s):
             self.ask()
 

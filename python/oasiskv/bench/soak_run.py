@@ -27,6 +27,7 @@ from oasiskv.engine.sampling import SamplingParams
 from oasiskv.errors import ConfigError, EngineError, RequestError
 
 DRAIN_S = 12.0  # what is in flight when the time is over may still take so long; the rest is cancelled
+_CANARIES = 2  # at a time, amid the traffic
 _CLOSE_S = 30.0
 _SAMPLE_S = 0.5
 _STEPS_A_SIZE = 4  # one is run eagerly, then one of each parity captured
@@ -94,7 +95,7 @@ class Soak:
         self._held_at_start = self._held()
         self._began = self._told = time.monotonic()
         self._memory.restart()
-        asking = start_thread(self._report, "canary", self._canary.ask_again_and_again, self._args.seed, self._args.canary_every_s)
+        asking = [self._ask_again_and_again(f"canary-{i}") for i in range(_CANARIES)]
         self._clients.start()
         if not self._watch(lambda: self._elapsed() >= self._seconds):
             return
@@ -102,6 +103,9 @@ class Soak:
         say(f"the time is over: {len(self._ledger.in_flight())} requests have {DRAIN_S:g} s to end")
         if self._drain(asking) and self._ask_canary():
             self._check()
+
+    def _ask_again_and_again(self, name: str) -> threading.Thread:
+        return start_thread(self._report, name, self._canary.ask_again_and_again, name, self._args.seed, self._args.canary_every_s)
 
     def _ask_canary(self) -> bool:
         thread = start_thread(self._report, "canary", self._canary.ask)
@@ -124,11 +128,11 @@ class Soak:
         thread = start_thread(self._report, "sizes", meet)
         return self._watch(lambda: not thread.is_alive())
 
-    def _drain(self, asking: threading.Thread) -> bool:
+    def _drain(self, asking: list[threading.Thread]) -> bool:
         began = time.monotonic()
 
         def drained() -> bool:
-            running = self._clients.running() + ([asking.name] if asking.is_alive() else [])
+            running = self._clients.running() + [thread.name for thread in asking if thread.is_alive()]
             seconds = time.monotonic() - began
             if seconds > DRAIN_S:
                 self._clients.give_up()

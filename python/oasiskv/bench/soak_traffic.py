@@ -28,7 +28,7 @@ class Limits:
 class Phase:
     name: str
     rate: float  # of the full rate
-    host_sampling: bool = False  # one such request makes every step synchronous: only now and then, so that steps are pipelined too
+    host_sampling: bool = False  # while one such request runs, fewer steps overlap: only now and then
 
 
 PHASES = (Phase("busy", 1.0), Phase("calm", 0.3), Phase("mixed", 0.6, host_sampling=True), Phase("pause", 0.0))

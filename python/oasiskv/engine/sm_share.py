@@ -24,7 +24,7 @@ class SmShare:
 
 
 # Measured by `oasiskv bench decode --backend cuda --sms ...` (benchmarks/results/sms_h200.jsonl): the fastest steps.
-_TABLES = {"NVIDIA H200": [SmShare(400, 8, 124, in_flight=4), SmShare(float("inf"), 16, 116, in_flight=6)]}
+_TABLES = {"NVIDIA H200": [SmShare(400, 8, 124, in_flight=4), SmShare(float("inf"), 16, 116)]}
 
 
 def sm_shares(gpu: str) -> list[SmShare]:
