@@ -101,6 +101,7 @@ class ExecutorServer:
             connection = transport.accept(raw, self._key)
         except (OSError, EOFError, AuthenticationError) as error:
             _log.warning("a client failed to authenticate: %s", error or type(error).__name__)
+            raw.close()
             return
         client = _Client(self, connection)
         with self._lock:
