@@ -73,6 +73,19 @@ def test_attention(dtype: str, dim: int, group: int) -> None:
 # ---------------------------------------------------------------- scores
 
 
+def score(dtype, kind, heads, group, staged, pool, tables, predictors, splits, scores, num_ctas) -> None:
+    """Runs the kernel to its end; staged [rows, Hq, D], pool [page, H, 64, 2, D], tables [request, pages]."""
+    tiles = max(-(-rows * group // _core.cuda.lane_tile) for _, _, rows, *_ in predictors)
+    keep = [ints(predictors), ints(splits), ints([len(splits)])]
+    _core.cuda.score(
+        dtype=dtype, num_kv_heads=heads, group=group, head_dim=staged.shape[-1], kind=kind, staged=staged.data_ptr(),
+        summaries=pool.data_ptr(), predictors=keep[0].data_ptr(), summary_pages=tables.data_ptr(), summary_stride=tables.shape[1],
+        splits=keep[1].data_ptr(), num_splits=keep[2].data_ptr(), max_lane_tiles=tiles, scores=scores.data_ptr(), num_ctas=num_ctas,
+        stream=stream(),
+    )  # fmt: skip
+    torch.cuda.synchronize()
+
+
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("kind", ["mean_std", "minmax", "halves"])
@@ -97,14 +110,7 @@ def test_score(dtype: str, dim: int, kind: str) -> None:
                 if b < p[3] + 70:
                     pool[int(tables[p[0], b // 64]), :, b % 64] = NAN
         scores = torch.full((scores0,), NAN, device="cuda")
-        tiles = max(-(-p[2] * group // _core.cuda.lane_tile) for p in predictors)
-        keep = [ints(predictors), ints(splits), ints([len(splits)])]
-        _core.cuda.score(
-            dtype=dtype, num_kv_heads=heads, group=group, head_dim=dim, kind=kind, staged=staged.data_ptr(), summaries=pool.data_ptr(),
-            predictors=keep[0].data_ptr(), summary_pages=tables.data_ptr(), summary_stride=stride, splits=keep[1].data_ptr(),
-            num_splits=keep[2].data_ptr(), max_lane_tiles=tiles, scores=scores.data_ptr(), num_ctas=num_ctas, stream=stream(),
-        )  # fmt: skip
-        torch.cuda.synchronize()
+        score(dtype, kind, heads, group, staged, pool, tables, predictors, splits, scores, num_ctas)
         for request, first, rows, blocks, _, at, padded in predictors:
             lanes = rows * group
             got = scores[at : at + heads * lanes * padded].view(heads, lanes, padded)[:, :, :blocks]
@@ -112,6 +118,27 @@ def test_score(dtype: str, dim: int, kind: str) -> None:
                 q = staged[first : first + rows, h * group : (h + 1) * group].reshape(lanes, dim)
                 summary = pool[tables[request].long(), h].flatten(0, 1)[:blocks]
                 assert relative_error(got[h], score_reference(q, summary, kind)) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.skipif(SMALL, reason="its shape is what it tests")
+def test_score_of_summaries_that_are_not_in_the_cache(dtype: str, dim: int) -> None:
+    """No piece is read before it has come; one that lies in the L2 cache would be there in time anyway."""
+    torch.manual_seed(dim)
+    batch, heads, group, blocks, size = 16, 8, 4, 2048, 112
+    tables = torch.randperm(batch * 32, device="cuda", dtype=torch.int32).view(batch, 32)
+    pool = torch.randn(batch * 32, heads, 64, 2, dim, device="cuda").to(DTYPES[dtype])  # 134 MB with D = 128
+    staged = torch.randn(batch, heads * group, dim, device="cuda").to(DTYPES[dtype])
+    predictors = [(i, i, 1, blocks, 0, i * heads * group * blocks, blocks) for i in range(batch)]
+    splits = [(i, b, min(blocks, b + size)) for i in range(batch) for b in range(0, blocks, size)]
+    scores = torch.full((batch, heads, group, blocks), NAN, device="cuda")
+    torch.empty(2**28, device="cuda", dtype=torch.int8).zero_()  # five times the cache
+    score(dtype, "mean_std", heads, group, staged, pool, tables, predictors, splits, scores, 132 * 3)
+    for i in range(batch):
+        for h in range(heads):
+            expected = score_reference(staged[i, h * group : (h + 1) * group], pool[tables[i].long(), h].flatten(0, 1), "mean_std")
+            assert relative_error(scores[i, h], expected) < 1e-5
 
 
 # ---------------------------------------------------------------- selection
