@@ -54,6 +54,11 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
     first = errors[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON at character {first['loc'][-1]}: {first['ctx']['error']}")
-    reasons = [f"{'.'.join(map(str, error['loc'][1:])) or 'the body'}: {error['msg']}" for error in errors[:_MAX_REASONS]]
-    place = first["loc"][1:]  # it begins with "body"
+    reasons = [": ".join([*filter(None, [".".join(map(str, _place(error)))]), error["msg"]]) for error in errors[:_MAX_REASONS]]
+    place = _place(first)
     return ApiError(400, "; ".join(reasons), str(place[0]) if place else first.get("ctx", {}).get("field"))
+
+
+def _place(error: Any) -> tuple[str | int, ...]:
+    """The path to the faulty value; pydantic's begins with "body"."""
+    return error["loc"][1:]
