@@ -13,9 +13,10 @@ from oasiskv.config import EngineConfig
 from oasiskv.errors import ConfigError, RequestError
 from oasiskv.executor import protocol
 from oasiskv.executor.protocol import Output
-from oasiskv.serve.openai import errors, supervised, translate
+from oasiskv.serve.openai import errors, logprobs, supervised, translate
 from oasiskv.serve.openai.schema import ChatRequest, CompletionRequest
 from oasiskv.serve.options import ServeOptions
+from oasiskv.tokenizer import Tokenizer
 
 
 def chat(**fields: Any) -> ChatRequest:
@@ -189,3 +190,19 @@ def test_its_port_is_checked_with_the_others() -> None:
         ServeOptions(EngineConfig(), openai_port=8001)
     with pytest.raises(ConfigError, match=r"--openai-port 0"):
         ServeOptions(EngineConfig(), openai_port=0)
+
+
+def test_logprobs_have_text_and_bytes(tokenizer: Tokenizer) -> None:
+    (end,) = tokenizer.eos_ids
+    half, rest = tokenizer.encode("\u2602")[:2], tokenizer.encode("Hi")[0]
+    given = [[-0.5, [[half[0], -0.5], [rest, -2.0]]], [-1.0, []], [-0.1, [[rest, -3.0]]]]
+    ids = [half[0], rest, end]
+    first, second, last = logprobs.of_chat(tokenizer, ids, given)["content"]
+    assert bytes(first["bytes"]) == tokenizer.token_bytes(half[0]) and first["token"] == "\ufffd", "part of a character"
+    assert [(t["token"], t["logprob"]) for t in first["top_logprobs"]] == [("\ufffd", -0.5), ("Hi", -2.0)]
+    assert (second["token"], second["logprob"], second["bytes"], second["top_logprobs"]) == ("Hi", -1.0, [72, 105], [])
+    assert last["token"] == "<|im_end|>", "a token without text has its name"
+    legacy, offset = logprobs.of_completion(tokenizer, ids, given, 10)
+    assert legacy["tokens"] == ["\ufffd", "Hi", "<|im_end|>"] and legacy["token_logprobs"] == [-0.5, -1.0, -0.1]
+    assert legacy["text_offset"] == [10, 11, 13] and offset == 23
+    assert legacy["top_logprobs"] == [{"\ufffd": -0.5, "Hi": -2.0}, {"Hi": -1.0}, {"Hi": -3.0, "<|im_end|>": -0.1}]
