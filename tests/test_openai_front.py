@@ -145,6 +145,31 @@ def test_our_own_fields_reach_the_engine(front: Front) -> None:
     assert filled.choices[0].finish_reason == "length"
 
 
+def test_logprobs_are_those_of_the_tokens(front: Front, tokenizer: Tokenizer) -> None:
+    whole = front.chat(logprobs=True, top_logprobs=3).choices[0]
+    entries = whole.logprobs.content
+    assert len(entries) == 24 and "".join(e.token for e in entries) == whole.message.content
+    assert all(len(e.top_logprobs) == 3 and e.top_logprobs[0].token == e.token for e in entries), "greedy takes the likeliest"
+    assert all(e.logprob == e.top_logprobs[0].logprob >= e.top_logprobs[1].logprob and e.logprob <= 0 for e in entries)
+    chunks = front.chat(logprobs=True, top_logprobs=3, stream=True)
+    assert [e for c in chunks for e in (c.choices[0].logprobs.content if c.choices[0].logprobs else [])] == entries
+    legacy = front.complete(logprobs=2).choices[0]
+    assert "".join(legacy.logprobs.tokens) == legacy.text and len(legacy.logprobs.token_logprobs) == 16
+    pieces = [c.choices[0].logprobs for c in front.complete(logprobs=2, stream=True)]
+    assert [o for p in pieces if p for o in p.text_offset] == legacy.logprobs.text_offset
+    assert [t for p in pieces if p for t in p.top_logprobs] == legacy.logprobs.top_logprobs
+    assert front.chat().choices[0].logprobs is None
+
+
+def test_a_bias_rules_a_token_out(front: Front, tokenizer: Tokenizer) -> None:
+    first = front.complete(max_tokens=1, logprobs=0).choices[0].text
+    (token,) = tokenizer.encode(first)
+    assert front.complete(max_tokens=1, logit_bias={str(token): -100}).choices[0].text != first
+    with pytest.raises(openai.BadRequestError) as caught:
+        front.complete(max_tokens=1, logit_bias={"999999999": 1})
+    assert caught.value.param == "logit_bias"
+
+
 def test_the_model_is_listed(front: Front) -> None:
     (model,) = front.client.models.list().data
     assert model.id == MODEL and model.max_model_len == MAX_SEQ_LEN

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from oasiskv.executor.protocol import Output
+from oasiskv.serve.openai import logprobs
 from oasiskv.serve.openai.translate import finish_reason
+from oasiskv.tokenizer import Tokenizer
 
 Choice = dict[str, Any]
 
@@ -29,14 +31,21 @@ class Usage:
 class Whole:
     """A sequence's outputs put together."""
 
-    text: str = ""
-    reason: str = ""
     parts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[list[Any]] = field(default_factory=list)
+    reason: str = ""
 
     def take(self, output: Output) -> None:
         self.parts.append(output.text)
+        self.token_ids += output.token_ids
+        self.logprobs += output.logprobs
         if output.finished:
-            self.text, self.reason = "".join(self.parts), finish_reason(output.finish_reason or "")
+            self.reason = finish_reason(output.finish_reason or "")
+
+    @property
+    def text(self) -> str:
+        return "".join(self.parts)
 
 
 class ChatAnswers:
@@ -44,17 +53,28 @@ class ChatAnswers:
 
     object, chunk_object, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
     def openings(self, count: int) -> list[Choice]:
         """The first chunk of each sequence."""
         return [_delta(i, {"role": "assistant", "content": ""}) for i in range(count)]
 
     def pieces(self, index: int, output: Output) -> list[Choice]:
-        found = [_delta(index, {"content": output.text})] if output.text else []
-        return [*found, _delta(index, {}, finish_reason(output.finish_reason or ""))] if output.finished else found
+        found = []
+        if output.text or output.logprobs:
+            found.append(_delta(index, {"content": output.text}, self._logprobs(output)))
+        if output.finished:
+            found.append(_delta(index, {}, reason=finish_reason(output.finish_reason or "")))
+        return found
 
     def choice(self, index: int, whole: Whole) -> Choice:
         message = {"role": "assistant", "content": whole.text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": None, "finish_reason": whole.reason}
+        return {"index": index, "message": message, "logprobs": self._logprobs(whole), "finish_reason": whole.reason}
+
+    def _logprobs(self, what: Output | Whole) -> dict[str, Any] | None:
+        """None where they were not asked for."""
+        return logprobs.of_chat(self._tokenizer, what.token_ids, what.logprobs) if what.logprobs else None
 
 
 class CompletionAnswers:
@@ -62,15 +82,26 @@ class CompletionAnswers:
 
     object, chunk_object, prefix = "text_completion", "text_completion", "cmpl-"
 
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._offsets: dict[int, int] = {}  # sequence -> characters of its tokens so far
+
     def openings(self, count: int) -> list[Choice]:
         return []
 
     def pieces(self, index: int, output: Output) -> list[Choice]:
         reason = finish_reason(output.finish_reason or "") if output.finished else None
-        return [_text(index, output.text, reason)] if output.text or reason else []
+        return [_text(index, output.text, self._logprobs(index, output), reason)] if output.text or output.logprobs or reason else []
 
     def choice(self, index: int, whole: Whole) -> Choice:
-        return _text(index, whole.text, whole.reason)
+        return _text(index, whole.text, self._logprobs(index, whole), whole.reason)
+
+    def _logprobs(self, index: int, what: Output | Whole) -> dict[str, Any] | None:
+        if not what.logprobs:
+            return None
+        offset = self._offsets.get(index, 0)
+        found, self._offsets[index] = logprobs.of_completion(self._tokenizer, what.token_ids, what.logprobs, offset)
+        return found
 
 
 class Envelope:
@@ -96,9 +127,9 @@ class Envelope:
         return {**chunk, "usage": usage} if self._include_usage else chunk
 
 
-def _delta(index: int, delta: dict[str, str], reason: str | None = None) -> Choice:
-    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+def _delta(index: int, delta: dict[str, str], found: dict[str, Any] | None = None, reason: str | None = None) -> Choice:
+    return {"index": index, "delta": delta, "logprobs": found, "finish_reason": reason}
 
 
-def _text(index: int, text: str, reason: str | None) -> Choice:
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+def _text(index: int, text: str, found: dict[str, Any] | None, reason: str | None) -> Choice:
+    return {"index": index, "text": text, "logprobs": found, "finish_reason": reason}

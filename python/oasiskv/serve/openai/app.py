@@ -51,7 +51,7 @@ class Front:
         many = translate.prompts(request)
         params = translate.completion_params(request)
         prompts = await asyncio.to_thread(lambda: [self._encode(p) if isinstance(p, str) else p for p in many])
-        return self._answer(request, prompts, params, CompletionAnswers())
+        return self._answer(request, prompts, params, CompletionAnswers(self._tokenizer))
 
     async def chat(self, request: ChatRequest) -> Answer:
         """Raises RequestError, ApiError."""
@@ -59,7 +59,7 @@ class Front:
         messages = translate.messages(request)
         prompt = await asyncio.to_thread(lambda: self._encode(self._tokenizer.apply_chat(messages)))
         params = translate.chat_params(request, len(prompt), self._max_seq_len)
-        return self._answer(request, [prompt], params, ChatAnswers())
+        return self._answer(request, [prompt], params, ChatAnswers(self._tokenizer))
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, max_tokens=self._max_seq_len)
