@@ -19,12 +19,12 @@ import pytest
 import tritonclient.grpc as grpcclient
 
 from oasiskv.config import EngineConfig
-from oasiskv.demo import free_ports
 from oasiskv.errors import ConfigError, RequestError, ServeError
 from oasiskv.executor.client import ExecutorClient
 from oasiskv.serve import contract, repo, runtime
 from oasiskv.serve.child import Child
 from oasiskv.serve.grpc_client import RemoteError, generate
+from oasiskv.serve.local import free_ports
 from oasiskv.serve.options import ServeOptions
 
 RECOVERY_S = 30.0
