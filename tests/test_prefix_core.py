@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import random
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
@@ -80,7 +81,7 @@ class Model:
     """What the host pool must hold, in blocks."""
 
     def __init__(self) -> None:
-        self.free, self.evicted, self.reused = HOST_BLOCKS, 0, 0
+        self.free, self.evicted, self.reused, self.touched = HOST_BLOCKS, 0, 0, 0
         self.named: dict[Name, Kept] = {}
         self.unused: OrderedDict[Name, Kept] = OrderedDict()  # in the order in which they go
 
@@ -124,16 +125,15 @@ class Model:
     def end(self, r: Live, names: list[Name]) -> None:
         self.keep(r, names, 0, r.committed // BLOCK)
         for b in reversed(range(r.blocks)):
-            name = r.letters[: b + 1]
-            if b in r.kept:
-                r.kept[b].users -= 1
-                if r.kept[b].users == 0 and self.named.get(name) is r.kept[b]:
-                    self.unused[name] = r.kept[b]
-                elif r.kept[b].users == 0:
-                    self.free += 1
-                continue
-            self.free += 1
+            name, kept = r.letters[: b + 1], r.kept.get(b)
+            if kept:
+                kept.users -= 1
+            if kept and kept.users == 0 and self.named.get(name) is kept:
+                self.unused[name] = kept
+            elif not kept or kept.users == 0:
+                self.free += 1
             if b < len(names) and name in self.unused:
+                self.touched += self.unused[name] is not kept
                 self.unused.move_to_end(name)
 
 
@@ -217,7 +217,7 @@ ENDS = st.tuples(st.just("end"), st.integers(0, MOST_REQUESTS - 1), st.sampled_f
 
 
 @settings(max_examples=250, deadline=None)
-@given(st.lists(st.one_of(SUBMITS, SUBMITS, STEPS, STEPS, ENDS), max_size=40))
+@given(st.lists(st.one_of(SUBMITS, SUBMITS, STEPS, STEPS, ENDS), min_size=8, max_size=80))
 def test_the_registry_is_that_of_the_model(actions: list[tuple]) -> None:
     r = Registry()
     for what, *args in actions:
@@ -227,7 +227,31 @@ def test_the_registry_is_that_of_the_model(actions: list[tuple]) -> None:
         else:
             getattr(r, what)(*args)
     r.end_all()
-    for blocks in (MOST_BLOCKS, HOST_BLOCKS - MOST_BLOCKS):  # the whole pool: nothing is lost
+    assert_whole(r)
+
+
+def test_long_lives_of_the_registry() -> None:
+    """Long enough for what is rare: blocks that two compute at once, of which one goes on without the other."""
+    evicted = reused = touched = 0
+    for seed in range(40):
+        rng, r = random.Random(seed), Registry()
+        for _ in range(250):
+            if rng.random() < 0.4:
+                letters = tuple(int(rng.random() < 0.2) for _ in range(MOST_BLOCKS))
+                r.submit(letters, rng.randint(1, 5 * BLOCK), rng.randint(1, 40), cached=rng.random() < 0.95)
+            elif rng.random() < 0.5:
+                r.end(rng.randrange(MOST_REQUESTS), forget=rng.random() < 0.1)
+            for _ in range(rng.randint(0, 6)):
+                r.step()
+        evicted, reused, touched = evicted + r.model.evicted, reused + r.model.reused, touched + r.model.touched
+        r.end_all()
+        assert_whole(r)
+    assert min(evicted, reused) > 1000 and touched > 20, (evicted, reused, touched)
+
+
+def assert_whole(r: Registry) -> None:
+    """Nothing is lost: requests can have the whole pool, whatever was cached."""
+    for blocks in (MOST_BLOCKS, HOST_BLOCKS - MOST_BLOCKS):
         r.submit((1,) * MOST_BLOCKS, 1, blocks * BLOCK - 1, cached=False)
     r.step()
     usage = r.core.usage()

@@ -16,14 +16,13 @@ SequenceKv::~SequenceKv() {
   give_back_pages();
   pools_.summary.give_back_all(summary_pages_);
   // The last block first: what is kept goes in the order in which it is let go, and a block is of
-  // no use without those before it.
+  // no use without those before it, which may be kept for others.
   for (int64_t b = static_cast<int64_t>(host_.size()) / layers_; b-- > 0;) {
     const auto at = static_cast<size_t>(b);
-    if (at < kept_.size() && kept_[at]) {
+    if (at < kept_.size() && kept_[at])
       pools_.host.release(*kept_[at]);
-      continue;
-    }
-    pools_.host.give_back(units(b));
+    else
+      pools_.host.give_back(units(b));
     if (at < names_.size()) pools_.host.touch(names_[at]);
   }
   if (row_.valid()) pools_.rows.give_back(row_);
