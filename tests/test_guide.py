@@ -23,7 +23,7 @@ from oasiskv.engine.sampling import Guide, SamplingParams
 from oasiskv.errors import RequestError
 from oasiskv.tokenizer import Tokenizer
 from reference import sampler as slow
-from reference.late_runner import LateRunner
+from reference.late_runner import HashRunner, LateHashRunner
 
 CHOICES = ["yes", "no", "not at all", '🙂 "quoted"\n', "", "ye"]
 SCHEMA = {
@@ -228,17 +228,23 @@ def test_accepted_drafts_and_preemption_change_no_guided_answer(answers: list[tu
         assert sum(r.stats[counted] for r in results) > 0, counted
 
 
-def test_pipelined_steps_follow_a_guide(tokenizer: Tokenizer, answers: list[tuple[list[int], str]]) -> None:
-    engine = Engine(EngineConfig(drafter="previous", **SMALL), runner=LateRunner)
-    got: dict[int, list[int]] = {}
-    for prompt, params in zip(PROMPTS[:3], GUIDED[:3], strict=True):
-        request = engine.next_id()
-        engine.add(request, tokenizer.encode(prompt), params)
-        got[request] = []
-    while engine.request_ids():
-        for output in engine.step():
-            got[output.request_id] += output.token_ids
-    assert list(got.values()) == [ids for ids, _ in answers[:3]]
+def test_pipelined_steps_follow_a_guide(tokenizer: Tokenizer) -> None:
+    """Beside requests whose tokens are the device's."""
+    requests = [
+        (tokenizer.encode(p), g if i % 3 else SamplingParams(max_tokens=30)) for i, (p, g) in enumerate(zip(PROMPTS, GUIDED, strict=True))
+    ]
+    answers = []
+    for runner in (HashRunner, LateHashRunner):
+        engine = Engine(EngineConfig(drafter="previous", **SMALL), runner=runner)
+        texts = dict.fromkeys([engine.next_id() for _ in requests], "")
+        for number, request in zip(texts, requests, strict=True):
+            engine.add(number, *request)
+        while engine.request_ids():
+            for output in engine.step():
+                texts[output.request_id] += output.text
+        answers.append(list(texts.values()))
+    assert answers[0] == answers[1]
+    assert all(is_of_schema(text) for i, text in enumerate(answers[0]) if i % 3)
 
 
 def test_what_ends_a_guided_answer(tokenizer: Tokenizer) -> None:
