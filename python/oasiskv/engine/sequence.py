@@ -6,6 +6,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from oasiskv.engine.guide import RowGuide
 from oasiskv.engine.sampler import Sampled, SampleRow
 from oasiskv.engine.sampling import SamplingParams
@@ -16,13 +18,16 @@ from oasiskv.tokenizer import IncrementalDetokenizer
 class RequestOutput:
     """What a request yielded since its last output: whole tokens, with the text they stand for.
 
-    Joined, the texts and token ids of all outputs are the answer.
+    Joined, the texts and token ids of all outputs are the answer. So are the logits, float32 [tokens, vocab]: the prompt's come in parts
+    before the first token, a part as soon as it is computed.
     """
 
     request_id: int
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     logprobs: list[Sampled] = field(default_factory=list)
+    context_logits: np.ndarray | None = field(default=None, compare=False)
+    generation_logits: np.ndarray | None = field(default=None, compare=False)
     finished: bool = False
     finish_reason: str | None = None  # stop, length, cancelled or error
     error: str | None = None
@@ -98,6 +103,7 @@ class Sequence:
         self._hidden_text = ""  # what was generated and not shown yet, because part of it may belong to a stop string
         self._hidden_ids: list[int] = []
         self._hidden_logprobs: list[Sampled] = []
+        self._hidden_logits: list[np.ndarray] = []
         self._submitted = submitted
         self._first_token: float | None = None
         self._last_token = self._submitted
@@ -114,6 +120,9 @@ class Sequence:
         token, params = sampled.token_id, self.params
         self.token_ids.append(token)
         self._hidden_ids.append(token)
+        if sampled.logits is not None:
+            self._hidden_logits.append(sampled.logits)
+            sampled.logits = None
         if params.logprobs is not None:
             self._hidden_logprobs.append(sampled)
         generated = self.generated
@@ -148,7 +157,9 @@ class Sequence:
         output.text += self._hidden_text
         output.token_ids += self._hidden_ids
         output.logprobs += self._hidden_logprobs
-        self._hidden_text, self._hidden_ids, self._hidden_logprobs = "", [], []
+        if self._hidden_logits:
+            output.generation_logits = np.stack(self._hidden_logits)
+        self._hidden_text, self._hidden_ids, self._hidden_logprobs, self._hidden_logits = "", [], [], []
 
     def cut_short(self, reason: str, error: str | None, stats: dict[str, Any]) -> RequestOutput:
         """End it from outside; everything held back is shown."""
