@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -164,3 +165,20 @@ def test_more_logits_than_a_request_may_have_are_refused(llm: LLM) -> None:
             llm.generate([[1] * 20], params)
     with pytest.raises(CapacityError):  # 1 GiB of logits would do: the length would not
         llm.generate([[1] * 20], SamplingParams(max_tokens=5441, return_generation_logits=True, return_context_logits=True))
+
+
+def test_when_a_request_came_was_scheduled_and_answered(llm: LLM) -> None:
+    """In this process's monotonic clock: a second request of a batch of one waits for the first to end."""
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    with LLM(**SMALL, max_batch_size=1) as one_at_a_time:
+        before = time.monotonic_ns()
+        first, second = (r.stats for r in one_at_a_time.generate([[1, 2], [3, 4]], params))
+        after = time.monotonic_ns()
+    for s in (first, second):
+        assert before < s["arrival_ns"] < s["first_scheduled_ns"] < s["first_token_ns"] < s["last_token_ns"] < after
+        assert s["ttft_ms"] == (s["first_token_ns"] - s["arrival_ns"]) / 1e6
+        assert s["tpot_ms"] == (s["last_token_ns"] - s["first_token_ns"]) / 1e6 / 11
+    assert second["first_scheduled_ns"] > first["last_token_ns"] > second["arrival_ns"]
+    running = llm.stream([1, 2], params)
+    llm.cancel(next(running).request_id)
+    assert list(running)[-1].stats["last_token_ns"] > 0

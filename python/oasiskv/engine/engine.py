@@ -161,17 +161,17 @@ class Engine:
         request_id: int,
         prompt_ids: list[int],
         params: SamplingParams,
-        submitted: float | None = None,
+        arrival_ns: int | None = None,
         guide: RowGuide | None = None,
     ) -> None:
-        """Queue a checked request; `submitted`: time.perf_counter() when its client asked, now if left out; `guide`: from start_guide, made
-        here if left out.
+        """Queue a checked request; `arrival_ns`: time.monotonic_ns() when its client asked, now if left out; `guide`: from start_guide,
+        made here if left out.
         """
         guide = guide or self.start_guide(prompt_ids, params)
         self._core.submit(request_id, len(prompt_ids), params.max_tokens)
         detokenizer, eos_ids = IncrementalDetokenizer(self.tokenizer), self.tokenizer.eos_ids
-        submitted = time.perf_counter() if submitted is None else submitted
-        self._sequences[request_id] = Sequence(request_id, prompt_ids, params, detokenizer, eos_ids, submitted, guide)
+        arrival_ns = time.monotonic_ns() if arrival_ns is None else arrival_ns
+        self._sequences[request_id] = Sequence(request_id, prompt_ids, params, detokenizer, eos_ids, arrival_ns, guide)
 
     def stop(self, request_id: int, reason: str, error: str | None = None) -> RequestOutput | None:
         """End a request from outside, in any state; None if it is not known (any more)."""
@@ -246,7 +246,7 @@ class Engine:
             return False
 
     def _launch_next(self) -> bool:
-        groups = self._core.plan(dict(self._core.begin_step()))
+        groups = self._plan(dict(self._core.begin_step()))
         if not groups:
             return False
         try:
@@ -301,7 +301,7 @@ class Engine:
 
     def _whole_step(self) -> list[RequestOutput]:
         drafts = self._propose()
-        groups = self._core.plan({i: len(d) for i, d in drafts.items()})
+        groups = self._plan({i: len(d) for i, d in drafts.items()})
         if not groups:
             return []
         try:
@@ -309,6 +309,12 @@ class Engine:
             return self._finish_step(groups, drafts, logits, self._read_context(self._context_rows(groups)))
         finally:
             self._core.abort_step()  # does nothing once the step is committed
+
+    def _plan(self, drafts: dict[int, int]) -> list[_core.RowGroup]:
+        groups = self._core.plan(drafts)
+        for g in groups:
+            self._sequences[g.id].scheduled()
+        return groups
 
     def _context_rows(self, groups: list[_core.RowGroup]) -> list[_ContextRows]:
         found, first = [], 0

@@ -84,7 +84,7 @@ class Sequence:
         params: SamplingParams,
         detokenizer: IncrementalDetokenizer,
         eos_ids: frozenset[int],
-        submitted: float,
+        arrival_ns: int,
         guide: RowGuide | None = None,
     ) -> None:
         self.id = request_id
@@ -104,19 +104,21 @@ class Sequence:
         self._hidden_ids: list[int] = []
         self._hidden_logprobs: list[Sampled] = []
         self._hidden_logits: list[np.ndarray] = []
-        self._submitted = submitted
-        self._first_token: float | None = None
-        self._last_token = self._submitted
+        self._arrival_ns = arrival_ns
+        self._first_scheduled_ns = self._first_token_ns = self._last_token_ns = 0
 
     @property
     def generated(self) -> int:
         return len(self.token_ids) - self.prompt_tokens
 
+    def scheduled(self) -> None:
+        """It is in the step that was planned just now."""
+        self._first_scheduled_ns = self._first_scheduled_ns or time.monotonic_ns()
+
     def take(self, sampled: Sampled) -> None:
         """Take one token: whether it ends the request is known then. Its text waits for `show`, unless a stop string may be in it."""
-        self._last_token = time.perf_counter()
-        if self._first_token is None:
-            self._first_token = self._last_token
+        self._last_token_ns = time.monotonic_ns()
+        self._first_token_ns = self._first_token_ns or self._last_token_ns
         token, params = sampled.token_id, self.params
         self.token_ids.append(token)
         self._hidden_ids.append(token)
@@ -169,11 +171,15 @@ class Sequence:
         return output
 
     def timings(self) -> dict[str, float]:
-        """ttft_ms: submit to first token; tpot_ms: mean time of each further token."""
-        if self._first_token is None:
-            return {"ttft_ms": 0.0, "tpot_ms": 0.0}
+        """When it came, was first in a step, and had its first and last token, of time.monotonic_ns()'s clock, 0 for what did not happen;
+        ttft_ms: arrival to first token; tpot_ms: mean time of each further token.
+        """
         further = max(1, self.generated - 1)
         return {
-            "ttft_ms": (self._first_token - self._submitted) * 1e3,
-            "tpot_ms": (self._last_token - self._first_token) * 1e3 / further,
+            "arrival_ns": self._arrival_ns,
+            "first_scheduled_ns": self._first_scheduled_ns,
+            "first_token_ns": self._first_token_ns,
+            "last_token_ns": self._last_token_ns,
+            "ttft_ms": max(0, self._first_token_ns - self._arrival_ns) / 1e6,
+            "tpot_ms": (self._last_token_ns - self._first_token_ns) / 1e6 / further,
         }
