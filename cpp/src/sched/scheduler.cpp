@@ -310,7 +310,8 @@ void Scheduler::commit(const StepPlan& plan, const std::map<RequestId, int>& new
     r.seq->settled = g.settle_to;
     r.seq->keep(g.settle_from, g.settle_to);
     r.seq->committed += g.kind == RowKind::kPrefill ? g.rows : yielded;
-    if (g.kind != RowKind::kSparse) r.seq->exact = r.seq->committed;
+    if (g.kind != RowKind::kSparse || g.settle_to <= config_.top_k_blocks)
+      r.seq->exact = r.seq->committed;
     if (g.kind != RowKind::kPrefill) r.seq->stats_before = {r.seq->stats, plan.step};
     r.seq->stats.kv_blocks = blocks_for(r.seq->committed);
     if (g.kind == RowKind::kPrefill) {
