@@ -137,15 +137,17 @@ class Supervisor:
             self._wait()
 
     def _make_repository(self, identity: dict[str, Any]) -> None:
+        engine = self._options.engine
         values = {
-            "triton_max_batch_size": "64",
+            "decoupled_mode": str(self._options.decoupled).lower(),
             "tokenizer_dir": identity["model_dir"],
-            "preprocessing_instance_count": "1",
-            "max_seq_len": str(identity["max_seq_len"]),
-            "postprocessing_instance_count": "1",
+            "oasis_max_seq_len": str(identity["max_seq_len"]),
             "oasis_executor_socket": str(self._runtime.socket),
             "oasis_executor_authkey_file": str(self._runtime.authkey_file),
-            "cancellation_check_period_ms": "20",
+            "oasis_top_k_blocks": str(engine.top_k_blocks),
+            "oasis_fetch_ratio": str(engine.fetch_ratio),
+            "oasis_drafter": engine.drafter,
+            "oasis_draft_len": str(engine.draft_len),
         }
         repo.fill(self._runtime.folder / "models", values)
         self._triton.make_backend_dir(self._runtime.folder / "backends")
