@@ -91,7 +91,8 @@ def test_text_and_token_prompts_answer_alike(executor: Executor) -> None:
     [({"max_tokens": 0}, "max_tokens"), ({"max_tokens": 10**6}, "max_seq_len"), ({"nonsense": 1}, "nonsense"), ({"top_p": "x"}, "top_p"),
      ({"stop_word_ids": [[-1]]}, "stop_word_ids"), ({"stop": 5}, "stop"), ({"stop": 0}, "stop"),
      ({"stop_word_ids": False}, "stop_word_ids"), ({"stop": ["x"] * 65}, "stop"),
-     ({"stop_word_ids": [[1]] * 65}, "stop_word_ids"), ({"logprobs": 1}, "logprobs"), ({"end_id": 10**6}, "end_id"),
+     ({"stop_word_ids": [[1]] * 65}, "stop_word_ids"), ({"logprobs": 21}, "logprobs"), ({"bad_word_ids": [5]}, "bad_words"),
+     ({"bad_word_ids": [[10**6]]}, "bad_words"), ({"logit_bias": [[10**6, 1.0]]}, "logit_bias"), ({"end_id": 10**6}, "end_id"),
      ({"top_p": "x" * 10**7}, "top_p"), ({"end_id": "x"}, "end_id")],
 )  # fmt: skip
 def test_a_bad_request_fails_alone(executor: Executor, params: dict[str, object], named: str) -> None:
@@ -124,6 +125,31 @@ def test_stop_words_given_as_ids_match_across_tokens(executor: Executor) -> None
     assert text.startswith(shown) and len(shown) < len(text)
 
 
+def test_log_probabilities_and_bad_words_travel(executor: Executor) -> None:
+    with executor.client() as client:
+        plain = submit(client, logprobs=2)[1]
+        plain.wait()
+        ids, logprobs = ([v for o in plain.outputs for v in getattr(o, name)] for name in ("token_ids", "logprobs"))
+        assert [top[0] for _, top in logprobs] == [[t, p] for t, (p, _) in zip(ids, logprobs, strict=True)], "greedy: each is the best"
+        assert all(top[1][1] <= own <= 0 for own, top in logprobs)
+        _, bad = submit(client, bad_word_ids=[[ids[0]], ids[:2]], logit_bias=[[7, 1000.0]], logprobs=0)
+        bad.wait()
+        assert [t for o in bad.outputs for t in o.token_ids] == [7] * 8
+        assert [v for o in bad.outputs for v in o.logprobs] == [[0.0, []]] * 8
+
+
+LOGPROBS = b'{"v":2,"op":"output","id":1,"token_ids":[1],"text":"","finished":false,"logprobs":%s}'
+
+
+@pytest.mark.parametrize(
+    "value", [b"[1]", b"[[-1.0]]", b"[[NaN,[]]]", b"[[-1.0,[[1,1e999]]]]", b"[[-1.0,[]],[-1.0,[]]]", b"[[-1.0,[[0.5,-1.0]]]]"]
+)
+def test_log_probabilities_of_another_form_are_refused(value: bytes) -> None:
+    assert protocol.decode_answer(LOGPROBS % b"[[-1.0,[[3,-1.0]]]]").logprobs == [[-1.0, [[3, -1.0]]]]
+    with pytest.raises(protocol.ProtocolError, match="logprobs"):
+        protocol.decode_answer(LOGPROBS % value)
+
+
 def test_cancel(executor: Executor) -> None:
     with executor.client() as client:
         number, collector = submit(client, max_tokens=900)
@@ -148,8 +174,8 @@ def test_a_client_that_dies_gives_its_pages_back(executor: Executor) -> None:
 
 
 @pytest.mark.parametrize(
-    "frame", [b"\xff", b"[]", b'{"v":2,"op":"ping","id":1}', b'{"v":1,"op":"ping","id":-1}', b'{"v":1,"op":"steal","id":1}',
-              b'{"v":1,"op":"submit","id":1,"prompt":[1.5],"params":{}}', b"[" * 100_000],
+    "frame", [b"\xff", b"[]", b'{"v":1,"op":"ping","id":1}', b'{"v":2,"op":"ping","id":-1}', b'{"v":2,"op":"steal","id":1}',
+              b'{"v":2,"op":"submit","id":1,"prompt":[1.5],"params":{}}', b"[" * 100_000],
 )  # fmt: skip
 def test_a_bad_frame_drops_only_its_sender(executor: Executor, frame: bytes) -> None:
     with executor.client() as bystander:

@@ -24,14 +24,14 @@ from oasiskv.engine.cuda_runner import CudaRunner, require_cuda
 from oasiskv.engine.loaded import LoadedModel, load_model
 from oasiskv.engine.machine import check_pools_fit, usable_cpus
 from oasiskv.engine.runner import CpuRunner, Runner
-from oasiskv.engine.sampler import Sampled, Sampler
+from oasiskv.engine.sampler import Sampled, Sampler, Unsampled
 from oasiskv.engine.sampling import SamplingParams
 from oasiskv.engine.sequence import RequestOutput, Sequence
 from oasiskv.errors import CapacityError, ConfigError, EngineError, RequestError
 from oasiskv.tokenizer import IncrementalDetokenizer
 
 _GIB = 1024**3
-_NOT_FINITE = "the model returned logits that are not finite"
+_NOT_FINITE = Unsampled("the model returned logits that are not finite")
 _log = logging.getLogger(__name__)
 
 
@@ -131,6 +131,12 @@ class Engine:
         for token in prompt_ids:
             if not isinstance(token, int) or not 0 <= token < vocab:
                 raise RequestError(f"prompt token id {token!r}: must be an integer in 0..{vocab - 1}, as the vocabulary is")
+        for field, ids in (
+            ("bad_words", (t for word in params.bad_words for t in word)),
+            ("logit_bias", (t for t, _ in params.logit_bias)),
+        ):
+            if (beyond := next((t for t in ids if t >= vocab), None)) is not None:
+                raise RequestError(f"{field}: token id {beyond}: must be in 0..{vocab - 1}, as the vocabulary is")
         try:
             self._core.check(len(prompt_ids), params.max_tokens)
         except ValueError as error:
@@ -236,15 +242,14 @@ class Engine:
         launched, sequences = self._launched[0], self._sequences
         tokens = self._runner.results(launched.step, len(launched.sampling))
         drafts_used = self._runner.drafts_used(launched.step, len(launched.drafting))
-        sampled: dict[int, Sampled] = {}
-        broken: list[int] = []
+        sampled: dict[int, Sampled | Unsampled] = {}
         on_host: dict[int, Sequence] = {}  # by logits row
         for row, (i, token) in enumerate(zip(launched.sampling, tokens, strict=True)):
             sequence = sequences.get(i)
             if sequence is None:  # it has ended since
                 continue
             if token < 0:
-                broken.append(i)
+                sampled[i] = _NOT_FINITE
             elif sequence.params.sampled_on_host:
                 on_host[row] = sequence
             else:
@@ -257,10 +262,19 @@ class Engine:
         for i, used in zip(launched.drafting, drafts_used, strict=True):
             if i in sequences:
                 sequences[i].drafted += used
-        taken = {i: sequences[i] for i in launched.sampling if i in sampled}
-        for i, sequence in taken.items():
-            sequence.take(sampled[i])
-        return self._end_finished(taken, broken, launched.step)
+        taken: dict[int, Sequence] = {}
+        failed: dict[int, str] = {}
+        for i in launched.sampling:
+            self._take(i, sampled.get(i), taken, failed)
+        return self._end_finished(taken, failed, launched.step)
+
+    def _take(self, request_id: int, token: Sampled | Unsampled | None, taken: dict[int, Sequence], failed: dict[int, str]) -> None:
+        """Sort a request into `taken` with its token, or into `failed`; nothing for one that has ended since."""
+        if isinstance(token, Unsampled):
+            failed[request_id] = token.error
+        elif token is not None:
+            taken[request_id] = self._sequences[request_id]
+            taken[request_id].take(token)
 
     def _whole_step(self) -> list[RequestOutput]:
         drafts = self._propose()
@@ -287,7 +301,7 @@ class Engine:
     def _finish_step(self, groups: list[_core.RowGroup], drafts: dict[int, list[int]], logits: torch.Tensor) -> list[RequestOutput]:
         yielded: dict[int, int] = {}
         taken: dict[int, Sequence] = {}
-        broken: list[int] = []
+        failed: dict[int, str] = {}
         first_row = 0
         pending: list[tuple[_core.RowGroup, int]] = []  # group, its first logits row
         for g in groups:
@@ -307,15 +321,12 @@ class Engine:
                 break
             further = []
             for (g, row0), token in zip(pending, sampled, strict=True):
-                sequence = self._sequences[g.id]
                 yielded[g.id] = round_ + 1
-                if token is None:
-                    broken.append(g.id)
+                self._take(g.id, token, taken, failed)
+                if g.id in failed:
                     continue
-                taken[g.id] = sequence
-                sequence.take(token)
                 draft = drafts.get(g.id, [])
-                if round_ + 1 < g.logits_rows and not sequence.finish_reason and draft[round_] == token.token_id:
+                if round_ + 1 < g.logits_rows and not taken[g.id].finish_reason and draft[round_] == token.token_id:
                     further.append((g, row0))
             pending = further
             round_ += 1
@@ -324,21 +335,21 @@ class Engine:
                 self._sequences[g.id].drafted += g.drafts
                 self._sequences[g.id].accepted += yielded[g.id] - 1
         self._core.commit(yielded)
-        return self._outputs(self._end_finished(taken, broken))
+        return self._outputs(self._end_finished(taken, failed))
 
-    def _sample(self, pending: list[tuple[_core.RowGroup, int]], logits: torch.Tensor) -> list[Sampled | None]:
+    def _sample(self, pending: list[tuple[_core.RowGroup, int]], logits: torch.Tensor) -> list[Sampled | Unsampled]:
         rows = [self._sequences[g.id].row for g, _ in pending]
         good = torch.isfinite(logits).all(dim=1).tolist()
         if all(good):
             return list(self._sampler.sample(logits, rows))
         kept = [i for i, ok in enumerate(good) if ok]
         sampled = iter(self._sampler.sample(logits[kept], [rows[i] for i in kept]) if kept else [])
-        return [next(sampled) if ok else None for ok in good]
+        return [next(sampled) if ok else _NOT_FINITE for ok in good]
 
-    def _end_finished(self, taken: dict[int, Sequence], broken: list[int], step: int = 0) -> _Taken:
-        stats = {i: self._end(sequence, step) for i, sequence in taken.items() if sequence.finish_reason and i not in broken}
-        errors = [output for i in broken if (output := self.stop(i, "error", _NOT_FINITE))]
-        return _Taken([sequence for i, sequence in taken.items() if i not in broken], stats, errors)
+    def _end_finished(self, taken: dict[int, Sequence], failed: dict[int, str], step: int = 0) -> _Taken:
+        stats = {i: self._end(sequence, step) for i, sequence in taken.items() if sequence.finish_reason and i not in failed}
+        errors = [output for i, error in failed.items() if (output := self.stop(i, "error", error))]
+        return _Taken([sequence for i, sequence in taken.items() if i not in failed], stats, errors)
 
     def _outputs(self, taken: _Taken) -> list[RequestOutput]:
         outputs = []

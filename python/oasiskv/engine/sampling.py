@@ -5,11 +5,14 @@ from __future__ import annotations
 import reprlib
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 from oasiskv.errors import RequestError
 
 _INT32_MAX = 2**31 - 1  # what every client's protocol can carry
 MAX_STOPS, MAX_STOP_CHARS = 64, 1024  # every token is held against all of them
+MAX_BAD_WORDS, MAX_BAD_WORD_IDS = 1024, 64  # looked through for every token
+_FLOAT32_MAX = 3.4028234663852886e38
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -24,6 +27,25 @@ def _finite(value: object) -> bool:
 
 def _integer(value: object, low: int, high: int = _INT32_MAX) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _bad_words(value: Any) -> tuple[tuple[int, ...], ...]:
+    few = isinstance(value, list | tuple) and len(value) <= MAX_BAD_WORDS
+    few = few and all(
+        isinstance(word, list | tuple) and 0 < len(word) <= MAX_BAD_WORD_IDS and all(_integer(t, 0) for t in word) for word in value
+    )
+    _check(few, "bad_words", value, f"must be at most {MAX_BAD_WORDS} lists of 1..{MAX_BAD_WORD_IDS} token ids")
+    return tuple(tuple(word) for word in value)
+
+
+def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
+    pairs = isinstance(value, list | tuple) and all(isinstance(p, list | tuple) and len(p) == 2 for p in value)
+    _check(pairs, "logit_bias", value, "must be a list of pairs (token id, number)")
+    for pair in value:
+        good = _integer(pair[0], 0) and _finite(pair[1]) and abs(pair[1]) <= _FLOAT32_MAX
+        _check(good, "logit_bias", pair, "must be a token id and a finite 32-bit number")
+    _check(len({token for token, _ in value}) == len(value), "logit_bias", value, "names a token id twice")
+    return tuple((token, float(bias)) for token, bias in value)
 
 
 @dataclass(frozen=True)
@@ -45,6 +67,8 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_text: bool = False
     logprobs: int | None = None  # top alternatives a token, besides its own
+    bad_words: tuple[tuple[int, ...], ...] = ()  # the last id of each is not sampled where those before it are the newest tokens
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (id, what is added to its logit before penalties), each id once
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -76,6 +100,8 @@ class SamplingParams:
         _check(few, "stop_token_ids", self.stop_token_ids, f"must be at most {MAX_STOPS} token ids")
         top = self.logprobs
         _check(top is None or _integer(top, 0, 20), "logprobs", top, "must be in 0..20")
+        object.__setattr__(self, "bad_words", _bad_words(self.bad_words))
+        object.__setattr__(self, "logit_bias", _logit_bias(self.logit_bias))
 
     @property
     def penalised(self) -> bool:
@@ -83,5 +109,5 @@ class SamplingParams:
 
     @property
     def sampled_on_host(self) -> bool:
-        """Whether sampling needs what the device does not keep: counts of tokens, the logits themselves, or how many are generated."""
-        return self.penalised or self.logprobs is not None or self.min_tokens > 0
+        """Whether sampling needs what the device does not keep: counts of tokens, the logits themselves, or what was generated."""
+        return self.penalised or self.logprobs is not None or self.min_tokens > 0 or bool(self.bad_words or self.logit_bias)

@@ -1,19 +1,20 @@
 """Frames between executor and clients: one JSON object each, checked on arrival because neither side trusts the other.
 
-Requests `{"v": 1, "op": submit|cancel|ping|usage, "id": n, ...}`; ids are the client's own. Answers: any number of `output`s for a
+Requests `{"v": 2, "op": submit|cancel|ping|usage, "id": n, ...}`; ids are the client's own. Answers: any number of `output`s for a
 submit, the last with `finished`; one `reply` for a ping or usage; a `fault` before the executor drops a connection.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import reprlib
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from oasiskv.errors import OasisError
 
-VERSION = 1
+VERSION = 2
 MAX_FRAME_BYTES = 32 << 20  # a prompt of a million tokens is about 8 MB
 MAX_ID = 2**63 - 1
 
@@ -52,7 +53,10 @@ class Ask:
 
 @dataclass(frozen=True)
 class Output:
-    """What a request yielded since its last output; `code` says of which kind an error is."""
+    """What a request yielded since its last output; `code` says of which kind an error is.
+
+    logprobs, if asked for: [logprob, [[id, logprob], ...]] a token, its own and those of the likeliest alternatives.
+    """
 
     id: int
     token_ids: list[int] = field(default_factory=list)
@@ -62,6 +66,7 @@ class Output:
     error: str | None = None
     code: str | None = None
     stats: dict[str, Any] | None = None
+    logprobs: list[list[Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -125,15 +130,17 @@ def decode_answer(frame: bytes) -> Answer:
     unknown = body.keys() - {f.name for f in fields(Output)}
     if unknown:
         raise ProtocolError(f"output has unknown fields: {', '.join(sorted(unknown))}")
+    token_ids = _ids(body.get("token_ids"), "token_ids")
     output = Output(
         request_id,
-        _ids(body.get("token_ids"), "token_ids"),
+        token_ids,
         _typed(body, "text", str),
         _typed(body, "finished", bool),
         _optional(body, "finish_reason", str),
         _optional(body, "error", str),
         _optional(body, "code", str),
         _optional(body, "stats", dict),
+        _logprobs(body, len(token_ids)),
     )
     if output.finished != (output.finish_reason in REASONS):
         raise ProtocolError(f"finished = {output.finished} with finish_reason = {output.finish_reason!r}")
@@ -177,3 +184,22 @@ def _ids(value: Any, name: str) -> list[int]:
     if not isinstance(value, list) or not all(type(t) is int and -(2**31) <= t < 2**31 for t in value):
         raise ProtocolError(f"{name}: must be a list of 32-bit token ids")
     return value
+
+
+def _logprobs(body: dict[str, Any], tokens: int) -> list[list[Any]]:
+    value = _typed(body, "logprobs", list)
+    if value and (len(value) != tokens or not all(_is_logprob(v) for v in value)):
+        raise ProtocolError(f"logprobs: must be [logprob, [[id, logprob], ...]] for each of {tokens} tokens")
+    return value
+
+
+def _is_logprob(value: Any) -> bool:
+    def pair(value: Any) -> bool:
+        return isinstance(value, list) and len(value) == 2
+
+    def number(value: Any) -> bool:
+        return type(value) is float and math.isfinite(value)
+
+    if not pair(value) or not number(value[0]) or not isinstance(value[1], list):
+        return False
+    return all(pair(v) and type(v[0]) is int and number(v[1]) for v in value[1])

@@ -205,12 +205,7 @@ class _Client:
                 return
             if output.finished:
                 self.requests.pop(request_id, None)
-        code = protocol.INTERNAL if output.finish_reason == "error" else None
-        self._put(
-            protocol.Output(
-                request_id, output.token_ids, output.text, output.finished, output.finish_reason, output.error, code, output.stats
-            )
-        )
+        self._put(_answer(request_id, output))
 
     def _put(self, answer: protocol.Answer) -> None:
         try:
@@ -227,3 +222,18 @@ class _Client:
                 _log.warning("a client is dropped: %s", error)
                 transport.hang_up(self._connection)
                 return
+
+
+def _answer(request_id: int, output: RequestOutput) -> protocol.Output:
+    code = protocol.INTERNAL if output.finish_reason == "error" else None
+    return protocol.Output(
+        request_id,
+        output.token_ids,
+        output.text,
+        output.finished,
+        output.finish_reason,
+        output.error,
+        code,
+        output.stats,
+        [[s.logprob, [list(pair) for pair in s.top_logprobs]] for s in output.logprobs],
+    )
