@@ -18,7 +18,6 @@ DEFAULTS = {
     "max_queue_size": "1024",
     "logits_datatype": "TYPE_FP32",
     "encoder_input_features_data_type": "TYPE_FP16",
-    "exclude_input_in_output": "true",
     "cancellation_check_period_ms": "50",
     "add_special_tokens": "true",
     "skip_special_tokens": "true",

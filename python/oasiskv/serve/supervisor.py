@@ -140,6 +140,7 @@ class Supervisor:
         engine = self._options.engine
         values = {
             "decoupled_mode": str(self._options.decoupled).lower(),
+            "exclude_input_in_output": "true",
             "tokenizer_dir": identity["model_dir"],
             "oasis_max_seq_len": str(identity["max_seq_len"]),
             "oasis_executor_socket": str(self._runtime.socket),
