@@ -38,16 +38,14 @@ class Call:
         wanted: frozenset[str],
         logits: type[np.floating],
         reply: Reply,
-        prompt_text: Callable[[list[int]], str],
         on_end: Callable[[Call], None],
     ) -> None:
         self._wanted, self._logits, self._reply, self._on_end = wanted, logits, reply, on_end
         self._pending: list[tuple[CoreRequest, int, SequenceOutput]] = []
         for row, request in enumerate(requests):
-            text = prompt_text(request.prompt) if request.with_prompt and "oasis_text" in wanted else ""
             for index in range(request.sequences):
                 indices = row if len(requests) > 1 else None, index if request.sequences > 1 else None
-                self._pending.append((request, index, SequenceOutput(request, text, *indices)))
+                self._pending.append((request, index, SequenceOutput(request, *indices)))
         self._open = len(self._pending)
         self._ended = False
         self._handles: list[tuple[ExecutorClient, int]] = []

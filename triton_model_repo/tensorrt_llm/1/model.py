@@ -14,7 +14,6 @@ from oasiskv.executor import protocol
 from oasiskv.executor.client import ExecutorClient
 from oasiskv.serve import contract
 from oasiskv.serve.call import Call
-from oasiskv.tokenizer import Tokenizer
 
 # By name: the stub adds its classes to pb_utils only after it has imported this file.
 _CODES = {protocol.INVALID: "INVALID_ARG", protocol.UNAVAILABLE: "UNAVAILABLE", protocol.INTERNAL: "INTERNAL"}
@@ -44,8 +43,6 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         self._parameters = contract.CoreParameters.of(json.loads(args["model_config"]))
-        folder = self._parameters.tokenizer_dir
-        self._tokenizer = Tokenizer.from_dir(folder) if folder else None
         self._endpoint = self._parameters.socket, self._parameters.authkey_file
         self._client = ExecutorClient(*self._endpoint)
         self._parameters.check_executor(self._client.ping()["options"])
@@ -84,7 +81,7 @@ class TritonPythonModel:
             return
         p = self._parameters
         wanted = contract.core_requests(inputs, p.decoupled, p.exclude_prompt)
-        call = Call(wanted, frozenset(request.requested_output_names()), p.logits, reply, self._prompt_text, self._forget)
+        call = Call(wanted, frozenset(request.requested_output_names()), p.logits, reply, self._forget)
         with self._lock:
             self._calls[call] = request.request_id(), name
         try:
@@ -92,11 +89,6 @@ class TritonPythonModel:
         except OasisError:
             self._forget(call)
             raise
-
-    def _prompt_text(self, ids: list[int]) -> str:
-        if self._tokenizer is None:
-            raise RequestError("exclude_input_in_output = false: the prompt's text needs the parameter tokenizer_dir of tensorrt_llm")
-        return self._tokenizer.decode(ids)
 
     def _forget(self, call: Call) -> None:
         with self._lock:

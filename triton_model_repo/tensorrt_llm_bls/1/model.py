@@ -70,6 +70,7 @@ class TritonPythonModel:
             contract.forbid(config, name)
         self._decoupled = pb_utils.using_decoupled_model_transaction_policy(config)
         self._accumulate = contract.flag(config, "accumulate_tokens", default=False)
+        self._exact = contract.flag(config, "oasis_exact_text", default=False)
         self._core = contract.setting(config, "tensorrt_llm_model_name") or "tensorrt_llm"
         self._pool = ThreadPoolExecutor(_MAX_CALLS, thread_name_prefix="oasiskv-bls")
         self._calls: set[_Call] = set()
@@ -110,18 +111,23 @@ class TritonPythonModel:
                 self._calls.discard(call)
 
     def _answer(self, call: _Call) -> None:
-        tokens = self._ask("preprocessing", call, bls.preprocessing_inputs(call.inputs), bls.PREPROCESSING_OUTPUTS).exec()
-        core_inputs = bls.core_inputs(call.inputs, _tensors(tokens))
-        request = self._ask(self._core, call, core_inputs, bls.core_outputs(call.wanted))
+        preprocessed = self._run("preprocessing", call, bls.preprocessing_inputs(call.inputs), bls.PREPROCESSING_OUTPUTS)
+        request = self._ask(self._core, call, bls.core_inputs(call.inputs, preprocessed), bls.core_outputs(call.wanted))
         texts = bls.Texts(self._accumulate)
         if not self._decoupled:
-            call.send(texts.answer(_tensors(request.exec()), call.wanted), final=True)
+            call.send(self._finished(call, texts, _tensors(request.exec())), final=True)
             return
         for response in request.exec(decoupled=True):
-            tensors = _tensors(response)
-            if tensors:
-                call.send(texts.answer(tensors, call.wanted), final=False)
+            if tensors := _tensors(response):
+                call.send(self._finished(call, texts, tensors), final=False)
         call.end()
+
+    def _finished(self, call: _Call, texts: bls.Texts, response: contract.Tensors) -> contract.Tensors:
+        text = self._run("postprocessing", call, bls.postprocessing_inputs(response, self._exact), ["OUTPUT"])["OUTPUT"]
+        return texts.answer(response, text, call.wanted)
+
+    def _run(self, model: str, call: _Call, inputs: contract.Tensors, outputs: list[str]) -> contract.Tensors:
+        return _tensors(self._ask(model, call, inputs, outputs).exec())
 
     def _ask(self, model: str, call: _Call, inputs: contract.Tensors, outputs: list[str]) -> Any:
         return pb_utils.InferenceRequest(

@@ -4,9 +4,9 @@ from oasiskv.serve.contract.core import CoreRequest, core_requests, is_stop, sam
 from oasiskv.serve.contract.outputs import SequenceOutput, Tensors
 from oasiskv.serve.contract.parameters import CoreParameters, flag, forbid, needed, setting, whole
 from oasiskv.serve.contract.tensors import pack_words, unpack_words
-from oasiskv.serve.contract.text import Preprocessor, decode
+from oasiskv.serve.contract.text import Preprocessor, postprocess
 
 __all__ = [
-    "CoreParameters", "CoreRequest", "Preprocessor", "SequenceOutput", "Tensors", "core_requests", "decode", "flag", "forbid", "is_stop",
-    "needed", "pack_words", "sampling", "setting", "unpack_words", "whole",
+    "CoreParameters", "CoreRequest", "Preprocessor", "SequenceOutput", "Tensors", "core_requests", "flag", "forbid", "is_stop",
+    "needed", "pack_words", "postprocess", "sampling", "setting", "unpack_words", "whole",
 ]  # fmt: skip

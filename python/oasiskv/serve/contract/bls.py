@@ -37,6 +37,8 @@ _PREPROCESSED = {
 _RENAMED = {"top_k": "runtime_top_k", "top_p": "runtime_top_p", "length_penalty": "len_penalty", "stream": "streaming"}
 _REFUSED = ("image_input", "num_draft_tokens", "use_draft_logits")
 _TEXT_SIDE = frozenset(_PREPROCESSING) | frozenset(_REFUSED)
+_TOKENS = {"output_ids": "TOKENS_BATCH", "sequence_length": "SEQUENCE_LENGTH"}
+_EXACT = {"oasis_text": "OASIS_TEXT", "oasis_prompt_length": "OASIS_PROMPT_LENGTH"}
 PREPROCESSING_OUTPUTS = list(_PREPROCESSED)
 _ONE = np.ones((1, 1), dtype=np.int32)
 STOP_INPUTS: Tensors = {"input_ids": _ONE, "input_lengths": _ONE, "request_output_len": _ONE, "stop": np.ones((1, 1), dtype=np.bool_)}
@@ -57,7 +59,13 @@ def core_inputs(inputs: Tensors, preprocessed: Tensors) -> Tensors:
 
 
 def core_outputs(wanted: frozenset[str]) -> list[str]:
-    return sorted((wanted - {"text_output"}) | {"output_ids", "oasis_text", "batch_index", "sequence_index"})
+    return sorted((wanted - {"text_output"}) | frozenset(_TOKENS) | frozenset(_EXACT) | {"batch_index", "sequence_index"})
+
+
+def postprocessing_inputs(response: Tensors, exact: bool) -> Tensors:
+    """exact: whether `postprocessing` takes the exact text; NVIDIA's takes tokens alone."""
+    names = _TOKENS | _EXACT if exact else _TOKENS
+    return {names[name]: array for name, array in response.items() if name in names}
 
 
 def _with_row(array: np.ndarray) -> np.ndarray:
@@ -66,19 +74,19 @@ def _with_row(array: np.ndarray) -> np.ndarray:
 
 
 class Texts:
-    """A response of the core -> one of the BLS. With accumulate, text_output is all text so far of that row and sequence."""
+    """Makes the BLS's responses. With accumulate, text_output is all text so far of that row and sequence."""
 
     def __init__(self, accumulate: bool) -> None:
         self._accumulate = accumulate
         self._so_far: defaultdict[tuple[int, int], bytes] = defaultdict(bytes)
 
-    def answer(self, response: Tensors, wanted: frozenset[str]) -> Tensors:
-        text = response["oasis_text"].reshape(-1)[0]
+    def answer(self, response: Tensors, text: np.ndarray, wanted: frozenset[str]) -> Tensors:
+        """response: the core's; text: what postprocessing made of it, [beams]."""
         if self._accumulate:
             key = _index(response, "batch_index"), _index(response, "sequence_index")
-            self._so_far[key] += text
-            text = self._so_far[key]
-        tensors = response | {"text_output": np.array([text], dtype=np.object_)}
+            self._so_far[key] += text[0]
+            text = np.array([self._so_far[key]], dtype=np.object_)
+        tensors = response | {"text_output": text}
         return {name: array for name, array in tensors.items() if name in wanted}
 
 

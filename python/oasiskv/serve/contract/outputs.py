@@ -32,11 +32,11 @@ class SequenceOutput:
     batch_index, sequence_index: None where the request has one row or one sequence, and then not sent.
     """
 
-    def __init__(self, request: CoreRequest, prompt_text: str, batch_index: int | None, sequence_index: int | None) -> None:
+    def __init__(self, request: CoreRequest, batch_index: int | None, sequence_index: int | None) -> None:
         self._request = request
         self._index = {"batch_index": batch_index, "sequence_index": sequence_index}
         self._tokens: list[int] = list(request.prompt) if request.with_prompt else []
-        self._text: list[str] = [prompt_text]
+        self._text: list[str] = []
         self._log_probs: list[float] = []
         self._cum_log_prob = 0.0
         self._logits: list[np.ndarray] = []
@@ -68,6 +68,8 @@ class SequenceOutput:
             tensors["oasis_text"] = np.array([["".join(self._text).encode()]], dtype=np.object_)
         if "oasis_stats" in wanted:
             tensors["oasis_stats"] = np.array([[json.dumps(stats).encode() if stats else b""]], dtype=np.object_)
+        if request.with_prompt:
+            tensors["oasis_prompt_length"] = np.array([[len(request.prompt)]], dtype=np.int32)
         tensors |= {name: np.array([[value]], dtype=np.int32) for name, value in self._index.items() if value is not None}
         if request.return_log_probs:
             tensors["output_log_probs"] = np.array(self._log_probs, dtype=np.float32).reshape(1, 1, -1)

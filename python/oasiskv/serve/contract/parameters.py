@@ -85,7 +85,6 @@ class CoreParameters:
     authkey_file: str
     decoupled: bool
     exclude_prompt: bool
-    tokenizer_dir: str | None
     cancel_check_s: float
     logits: type[np.floating]
     expected: dict[str, str]
@@ -110,7 +109,6 @@ class CoreParameters:
             needed(config, "oasis_executor_authkey_file"),
             bool(config.get("model_transaction_policy", {}).get("decoupled")),
             flag(config, "exclude_input_in_output", default=False),
-            setting(config, "tokenizer_dir"),
             whole(config, "cancellation_check_period_ms", 100, 1, 60_000) / 1e3,
             logits,
             {name.removeprefix("oasis_"): value for name in EXPECTED if (value := setting(config, name)) is not None},

@@ -98,16 +98,33 @@ def _padded(prompts: list[list[int]], pad_ids: list[int]) -> np.ndarray:
     return np.array([p + [pad] * (width - len(p)) for p, pad in zip(prompts, pad_ids, strict=True)], dtype=np.int32)
 
 
-def decode(tokenizer: Tokenizer, tokens: np.ndarray, lengths: np.ndarray, skip_special_tokens: bool) -> list[str]:
-    """TOKENS_BATCH [rows, beams, n], SEQUENCE_LENGTH [rows, beams] -> a text each. Raises RequestError."""
+def postprocess(tokenizer: Tokenizer, inputs: dict[str, np.ndarray], skip_special_tokens: bool) -> np.ndarray:
+    """TOKENS_BATCH [rows, beams, n], SEQUENCE_LENGTH [rows, beams] -> UTF-8 [rows * beams], as NVIDIA's clients read it.
+
+    OASIS_TEXT [rows, 1] is what the tokens after the first OASIS_PROMPT_LENGTH [rows, 1] stand for: unlike their text, it ends before
+    a stop string. It has no special tokens, and is of no use where those are wanted. Raises RequestError.
+    """
+    tokens, lengths = inputs["TOKENS_BATCH"], inputs["SEQUENCE_LENGTH"]
     if tokens.ndim != 3 or tokens.shape[:2] != lengths.shape:
         raise RequestError(
             f"TOKENS_BATCH, SEQUENCE_LENGTH: shapes {list(tokens.shape)} and {list(lengths.shape)}; need [rows, beams, n] and [rows, beams]"
         )
+    exact = inputs.get("OASIS_TEXT") if skip_special_tokens else None
+    if exact is not None and "OASIS_PROMPT_LENGTH" not in inputs:
+        return exact.reshape(-1)
+    if exact is not None:
+        prompts = _decode(tokenizer, tokens, inputs["OASIS_PROMPT_LENGTH"], True)
+        texts = [prompt + text for prompt, text in zip(prompts, exact.reshape(-1), strict=True)]
+    else:
+        texts = _decode(tokenizer, tokens, lengths, skip_special_tokens)
+    return np.array(texts, dtype=np.object_)
+
+
+def _decode(tokenizer: Tokenizer, tokens: np.ndarray, lengths: np.ndarray, skip_special_tokens: bool) -> list[bytes]:
     texts = []
     for beam, length in zip(tokens.reshape(-1, tokens.shape[2]), lengths.reshape(-1).tolist(), strict=True):
         ids = beam[: max(0, length)].tolist()
         if any(i < 0 for i in ids):
             raise RequestError(f"TOKENS_BATCH: {min(ids)} is not a token id")
-        texts.append(tokenizer.decode(ids, skip_special_tokens))
+        texts.append(tokenizer.decode(ids, skip_special_tokens).encode())
     return texts
