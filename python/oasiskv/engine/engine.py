@@ -21,6 +21,7 @@ from oasiskv.checkpoint import ModelConfig
 from oasiskv.config import EngineConfig
 from oasiskv.draft import DraftRequest, make_drafter
 from oasiskv.engine.cuda_runner import CudaRunner, require_cuda
+from oasiskv.engine.guide import Guides, RowGuide
 from oasiskv.engine.loaded import LoadedModel, load_model
 from oasiskv.engine.machine import check_pools_fit, usable_cpus
 from oasiskv.engine.runner import CpuRunner, Runner
@@ -92,7 +93,9 @@ class _Taken:
 
 
 class Engine:
-    """Owns the model, the core and every request's tokens. Driven by one thread; only `check` and `next_id` are safe from others."""
+    """Owns the model, the core and every request's tokens. Driven by one thread; `check`, `start_guide` and `next_id` are safe from
+    others.
+    """
 
     def __init__(
         self,
@@ -116,6 +119,7 @@ class Engine:
         self._drafter = make_drafter(config.drafter, self.tokenizer)
         self._on_host = sampler is not None  # that sampler sees every token
         self._sampler = sampler or Sampler(self.tokenizer.eos_ids)
+        self._guides = Guides(self.tokenizer, model.config.vocab_size)
         self._sequences: dict[int, Sequence] = {}
         self._launched: deque[_Launched] = deque()  # oldest first; two while the tokens of one are waited for
         self._error: Exception | None = None  # of a launch, for the next step to raise
@@ -141,16 +145,33 @@ class Engine:
             self._core.check(len(prompt_ids), params.max_tokens)
         except ValueError as error:
             raise CapacityError(str(error)) from None
+        self.start_guide(prompt_ids, params)
+
+    def start_guide(self, prompt_ids: list[int], params: SamplingParams) -> RowGuide | None:
+        """What follows the request's guide, None without one; compiling takes milliseconds, up to seconds. Raises RequestError."""
+        if params.guide is None:
+            return None
+        return self._guides.start(params.guide, params.end_ids(self.tokenizer.eos_ids), len(prompt_ids))
 
     def next_id(self) -> int:
         return next(self._ids)
 
-    def add(self, request_id: int, prompt_ids: list[int], params: SamplingParams, submitted: float | None = None) -> None:
-        """Queue a checked request; `submitted`: time.perf_counter() when its client asked, now if left out."""
+    def add(
+        self,
+        request_id: int,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        submitted: float | None = None,
+        guide: RowGuide | None = None,
+    ) -> None:
+        """Queue a checked request; `submitted`: time.perf_counter() when its client asked, now if left out; `guide`: from start_guide, made
+        here if left out.
+        """
+        guide = guide or self.start_guide(prompt_ids, params)
         self._core.submit(request_id, len(prompt_ids), params.max_tokens)
         detokenizer, eos_ids = IncrementalDetokenizer(self.tokenizer), self.tokenizer.eos_ids
         submitted = time.perf_counter() if submitted is None else submitted
-        self._sequences[request_id] = Sequence(request_id, prompt_ids, params, detokenizer, eos_ids, submitted)
+        self._sequences[request_id] = Sequence(request_id, prompt_ids, params, detokenizer, eos_ids, submitted, guide)
 
     def stop(self, request_id: int, reason: str, error: str | None = None) -> RequestOutput | None:
         """End a request from outside, in any state; None if it is not known (any more)."""

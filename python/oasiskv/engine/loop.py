@@ -15,6 +15,7 @@ from typing import Any
 
 from oasiskv.config import EngineConfig
 from oasiskv.engine.engine import Engine
+from oasiskv.engine.guide import RowGuide
 from oasiskv.engine.sampling import SamplingParams
 from oasiskv.engine.sequence import RequestOutput
 from oasiskv.errors import ConfigError, EngineError
@@ -51,11 +52,12 @@ class EngineLoop:
             raise EngineError("this engine lives in the parent process: make one of its own in the child, or start children by spawn")
         engine = self._open_engine()
         engine.check(prompt_ids, params)
+        guide = engine.start_guide(prompt_ids, params)
         request_id, submitted = engine.next_id(), time.perf_counter()
         with self._lock:
             if self._broken:
                 raise EngineError(self._broken)
-            self._inbox.put(lambda: self._add(request_id, prompt_ids, params, on_output, submitted))
+            self._inbox.put(lambda: self._add(request_id, prompt_ids, params, on_output, submitted, guide))
         return request_id
 
     def check(self, prompt_ids: list[int], params: SamplingParams) -> None:
@@ -124,9 +126,17 @@ class EngineLoop:
         except queue.Empty:
             return
 
-    def _add(self, request_id: int, prompt_ids: list[int], params: SamplingParams, on_output: OnOutput, submitted: float) -> None:
+    def _add(
+        self,
+        request_id: int,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        on_output: OnOutput,
+        submitted: float,
+        guide: RowGuide | None,
+    ) -> None:
         self._listeners[request_id] = on_output
-        self._engine.add(request_id, prompt_ids, params, submitted)
+        self._engine.add(request_id, prompt_ids, params, submitted, guide)
 
     def _deliver(self, output: RequestOutput | None) -> None:
         if output is None:

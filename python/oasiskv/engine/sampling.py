@@ -12,6 +12,8 @@ from oasiskv.errors import RequestError
 _INT32_MAX = 2**31 - 1  # what every client's protocol can carry
 MAX_STOPS, MAX_STOP_CHARS = 64, 1024  # every token is held against all of them
 MAX_BAD_WORDS, MAX_BAD_WORD_IDS = 1024, 64  # looked through for every token
+GUIDES = ("json", "json_schema", "regex", "choice", "ebnf_grammar", "lark_grammar")
+MAX_GUIDE_BYTES = 64 << 10
 _FLOAT32_MAX = 3.4028234663852886e38
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
@@ -27,6 +29,30 @@ def _finite(value: object) -> bool:
 
 def _integer(value: object, low: int, high: int = _INT32_MAX) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+@dataclass(frozen=True)
+class Guide:
+    """What form an answer must have.
+
+    kind: json (an object or array; no text), json_schema, regex (the whole answer), choice (a JSON list of strings, one of which the answer
+    is), ebnf_grammar (GBNF, begins at `root`) or lark_grammar (llguidance's, begins at `start`). Raises RequestError.
+    """
+
+    kind: str
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        _check(self.kind in GUIDES, "guide", self.kind, f"the kind must be one of {', '.join(GUIDES)}")
+        _check(isinstance(self.text, str), "guide", self.text, "the text must be a string")
+        try:
+            size = len(self.text.encode())
+        except UnicodeEncodeError:
+            raise RequestError("guide: the text is not valid Unicode") from None
+        _check(size <= MAX_GUIDE_BYTES, "guide", self.text, f"{size} bytes, at most {MAX_GUIDE_BYTES} are served")
+        _check(
+            (self.kind == "json") == (not self.text), "guide", self.text, f"{self.kind} takes {'no' if self.kind == 'json' else 'a'} text"
+        )
 
 
 def _bad_words(value: Any) -> tuple[tuple[int, ...], ...]:
@@ -69,6 +95,7 @@ class SamplingParams:
     logprobs: int | None = None  # top alternatives a token, besides its own
     bad_words: tuple[tuple[int, ...], ...] = ()  # the last id of each is not sampled where those before it are the newest tokens
     logit_bias: tuple[tuple[int, float], ...] = ()  # (id, what is added to its logit before penalties), each id once
+    guide: Guide | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -102,6 +129,13 @@ class SamplingParams:
         _check(top is None or _integer(top, 0, 20), "logprobs", top, "must be in 0..20")
         object.__setattr__(self, "bad_words", _bad_words(self.bad_words))
         object.__setattr__(self, "logit_bias", _logit_bias(self.logit_bias))
+        _check(self.guide is None or isinstance(self.guide, Guide), "guide", self.guide, "must be a Guide")
+        free = self.guide is None or self.min_tokens == 0
+        _check(free, "min_tokens", self.min_tokens, "must be 0 with a guide, which alone says where the answer may end")
+
+    def end_ids(self, eos_ids: frozenset[int]) -> frozenset[int]:
+        """The ids that end the request."""
+        return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else eos_ids)
 
     @property
     def penalised(self) -> bool:
@@ -110,4 +144,5 @@ class SamplingParams:
     @property
     def sampled_on_host(self) -> bool:
         """Whether sampling needs what the device does not keep: counts of tokens, the logits themselves, or what was generated."""
-        return self.penalised or self.logprobs is not None or self.min_tokens > 0 or bool(self.bad_words or self.logit_bias)
+        masked = self.min_tokens > 0 or self.guide is not None or bool(self.bad_words)
+        return self.penalised or masked or self.logprobs is not None or bool(self.logit_bias)

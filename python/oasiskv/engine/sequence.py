@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from oasiskv.engine.guide import RowGuide
 from oasiskv.engine.sampler import Sampled, SampleRow
 from oasiskv.engine.sampling import SamplingParams
 from oasiskv.tokenizer import IncrementalDetokenizer
@@ -79,16 +80,17 @@ class Sequence:
         detokenizer: IncrementalDetokenizer,
         eos_ids: frozenset[int],
         submitted: float,
+        guide: RowGuide | None = None,
     ) -> None:
         self.id = request_id
         self.token_ids = list(prompt_ids)  # the output follows; only ever appended to
         self.prompt_tokens = len(prompt_ids)
         self.params = params
-        self.row = SampleRow(params, self.token_ids, self.prompt_tokens)  # for the sampler
+        self.row = SampleRow(params, self.token_ids, self.prompt_tokens, guide)  # for the sampler
         self.finish_reason: str | None = None
         self.drafted = 0
         self.accepted = 0
-        self._stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids)
+        self._stops = params.end_ids(eos_ids)
         self._detokenizer = detokenizer
         self._stop_text = StopText(params.stop, params.include_stop_text)
         self._unread: list[int] = []  # tokens whose text is not looked at yet
@@ -119,7 +121,10 @@ class Sequence:
             self.finish_reason = "stop"
             return
         self._unread.append(token)
-        if generated >= params.max_tokens:
+        last, guide = generated >= params.max_tokens, self.row.guide
+        if guide and (last or not self._stops) and guide.complete(self.token_ids):  # no token can follow but one that ends it
+            self.finish_reason = "stop"
+        elif last:
             self.finish_reason = "length"
         if params.stop:
             self._read()
