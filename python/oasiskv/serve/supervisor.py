@@ -158,15 +158,9 @@ class Supervisor:
         assert self._executor
         self._wait_for_ports()
         o, folder = self._options, self._runtime.folder
-        command = [
-            sys.executable, "-m", "oasiskv.serve.launch", str(os.getpid()), str(self._triton.server),
-            f"--model-repository={folder / 'models'}", f"--backend-directory={folder / 'backends'}",
-            f"--cache-directory={self._triton.root / 'caches'}",
-            f"--http-address={o.host}", f"--http-port={o.http_port}", f"--grpc-address={o.host}", f"--grpc-port={o.grpc_port}",
-            f"--metrics-address={o.host}", f"--metrics-port={o.metrics_port}", "--allow-gpu-metrics=false",
-            "--disable-auto-complete-config", f"--exit-timeout-secs={_TRITON_EXIT_S}",
-            f"--backend-config=python,shm-region-prefix-name={self._runtime.shm_prefix}",
-        ]  # fmt: skip
+        ports = o.http_port, o.grpc_port, o.metrics_port
+        server = self._triton.command(folder / "models", folder / "backends", o.host, ports, self._runtime.shm_prefix, _TRITON_EXIT_S)
+        command = [sys.executable, "-m", "oasiskv.serve.launch", str(os.getpid()), *server]
         self._server = child = Child("triton", command, self._runtime.cwd, self._triton.environment(), o.verbose)
         end = time.monotonic() + deadline_s
         why = ""

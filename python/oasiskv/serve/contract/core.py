@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from oasiskv.engine.sampling import GUIDES
 from oasiskv.errors import RequestError
 from oasiskv.serve.contract.refused import refuse
 from oasiskv.serve.contract.tensors import GetTensor, rows, scalar, text, unpack_words
 
 MAX_SEQUENCES = 64  # of one prompt
 _PASSED = ("repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens")
-GUIDE_TYPES = ("json", "json_schema", "regex", "ebnf_grammar")
 
 
 @dataclass(frozen=True)
@@ -144,10 +144,8 @@ def _guide(get: GetTensor) -> dict[str, str] | None:
     kind, guide = text(get, "guided_decoding_guide_type"), text(get, "guided_decoding_guide")
     if not kind:
         if guide:
-            raise RequestError(f"guided_decoding_guide without guided_decoding_guide_type: give one of {', '.join(GUIDE_TYPES)}")
+            raise RequestError(f"guided_decoding_guide without guided_decoding_guide_type: give one of {', '.join(GUIDES)}")
         return None
-    if kind not in GUIDE_TYPES:
-        raise RequestError(f"guided_decoding_guide_type = {kind!r}: use one of {', '.join(GUIDE_TYPES)}")
-    if not guide and kind != "json":
-        raise RequestError(f"guided_decoding_guide_type = {kind!r} without guided_decoding_guide: give the text of the guide")
+    if kind not in GUIDES:
+        raise RequestError(f"guided_decoding_guide_type = {kind!r}: use one of {', '.join(GUIDES)}")
     return {"kind": kind, "text": guide or ""}

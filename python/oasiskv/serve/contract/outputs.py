@@ -66,8 +66,8 @@ class SequenceOutput:
         }
         if "oasis_text" in wanted:
             tensors["oasis_text"] = np.array([["".join(self._text).encode()]], dtype=np.object_)
-        if "oasis_stats" in wanted:
-            tensors["oasis_stats"] = np.array([[json.dumps(stats).encode() if stats else b""]], dtype=np.object_)
+        if stats is not None and "oasis_stats" in wanted:
+            tensors["oasis_stats"] = np.array([[json.dumps(stats).encode()]], dtype=np.object_)
         if request.with_prompt:
             tensors["oasis_prompt_length"] = np.array([[len(request.prompt)]], dtype=np.int32)
         tensors |= {name: np.array([[value]], dtype=np.int32) for name, value in self._index.items() if value is not None}

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oasiskv.engine.sampling import MAX_STOPS
+from oasiskv.engine.sampling import MAX_BAD_WORDS, MAX_STOPS
 from oasiskv.errors import RequestError
 from oasiskv.serve.contract.tensors import GetTensor, pack_words, rows, scalar, strings, text
 from oasiskv.tokenizer import Tokenizer
 
-_MAX_WORDS = 1024  # bad or biased ones
 _REFUSED = ("DECODER_QUERY", "IMAGE_BYTES", "IMAGE_URL", "VIDEO_BYTES")
 
 
@@ -39,7 +38,7 @@ class Preprocessor:
             "REQUEST_INPUT_LEN": _column([len(p) for p in prompts]),
             "DECODER_INPUT_ID": _column(pad_ids),
             "REQUEST_DECODER_INPUT_LEN": _column([1] * len(views)),
-            "BAD_WORDS_IDS": self._words(views, "BAD_WORDS_DICT", _MAX_WORDS),
+            "BAD_WORDS_IDS": self._words(views, "BAD_WORDS_DICT", MAX_BAD_WORDS),
             "STOP_WORDS_IDS": self._words(views, "STOP_WORDS_DICT", MAX_STOPS),
             "EMBEDDING_BIAS": self._bias(views),
             "REQUEST_OUTPUT_LEN": _column([scalar(get, "REQUEST_OUTPUT_LEN") for get in views]),
@@ -68,7 +67,7 @@ class Preprocessor:
             return np.zeros((len(views), 0), dtype=np.float32)
         bias = np.zeros((len(views), self.tokenizer.vocab_size), dtype=np.float32)
         for row, get in zip(bias, views, strict=True):
-            words, weights = strings(get, "EMBEDDING_BIAS_WORDS", _MAX_WORDS), get("EMBEDDING_BIAS_WEIGHTS")
+            words, weights = strings(get, "EMBEDDING_BIAS_WORDS", MAX_BAD_WORDS), get("EMBEDDING_BIAS_WEIGHTS")
             weights = [] if weights is None else weights.reshape(-1).tolist()
             if len(words) != len(weights):
                 raise RequestError(f"EMBEDDING_BIAS_WEIGHTS: {len(weights)} for {len(words)} EMBEDDING_BIAS_WORDS: give one a word")
