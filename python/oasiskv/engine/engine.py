@@ -12,7 +12,7 @@ import logging
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,11 +24,12 @@ from oasiskv.engine.cuda_runner import CudaRunner, require_cuda
 from oasiskv.engine.guide import Guides, RowGuide
 from oasiskv.engine.loaded import LoadedModel, load_model
 from oasiskv.engine.machine import check_pools_fit, usable_cpus
+from oasiskv.engine.request_check import check_request
 from oasiskv.engine.runner import CpuRunner, Runner
 from oasiskv.engine.sampler import Sampled, Sampler, Unsampled
 from oasiskv.engine.sampling import SamplingParams
 from oasiskv.engine.sequence import RequestOutput, Sequence
-from oasiskv.errors import CapacityError, ConfigError, EngineError, RequestError
+from oasiskv.errors import CapacityError, ConfigError, EngineError
 from oasiskv.tokenizer import IncrementalDetokenizer
 
 _GIB = 1024**3
@@ -73,6 +74,14 @@ def core_config(config: EngineConfig, model: ModelConfig) -> _core.CoreConfig:
     return c
 
 
+class _ContextRows(NamedTuple):
+    """Rows of a step that are a prompt whose logits a request wants."""
+
+    request_id: int
+    first: int
+    count: int
+
+
 @dataclass
 class _Launched:
     """A step whose tokens are not read yet: the requests that get one, and those that were planned with drafts, in the runner's order."""
@@ -80,16 +89,18 @@ class _Launched:
     step: int
     sampling: list[int]
     drafting: list[int]
+    context: list[_ContextRows]
 
 
 @dataclass
 class _Taken:
     """Requests that have taken a step's tokens, whose text is not read yet; statistics of those that ended by them, which the core has
-    forgotten already; and the outputs of those that failed."""
+    forgotten already; the outputs of those that failed; and those of prompts' logits."""
 
     sequences: list[Sequence]
     stats: dict[int, dict[str, Any]]
     errors: list[RequestOutput]
+    context: list[RequestOutput]
 
 
 class Engine:
@@ -129,18 +140,7 @@ class Engine:
 
     def check(self, prompt_ids: list[int], params: SamplingParams) -> None:
         """Raise RequestError or CapacityError for what can never run here."""
-        if not prompt_ids:
-            raise RequestError("the prompt is empty: give at least one token")
-        vocab = self.model_config.vocab_size
-        for token in prompt_ids:
-            if not isinstance(token, int) or not 0 <= token < vocab:
-                raise RequestError(f"prompt token id {token!r}: must be an integer in 0..{vocab - 1}, as the vocabulary is")
-        for field, ids in (
-            ("bad_words", (t for word in params.bad_words for t in word)),
-            ("logit_bias", (t for t, _ in params.logit_bias)),
-        ):
-            if (beyond := next((t for t in ids if t >= vocab), None)) is not None:
-                raise RequestError(f"{field}: token id {beyond}: must be in 0..{vocab - 1}, as the vocabulary is")
+        check_request(prompt_ids, params, self.model_config.vocab_size)
         try:
             self._core.check(len(prompt_ids), params.max_tokens)
         except ValueError as error:
@@ -161,17 +161,17 @@ class Engine:
         request_id: int,
         prompt_ids: list[int],
         params: SamplingParams,
-        submitted: float | None = None,
+        arrival_ns: int | None = None,
         guide: RowGuide | None = None,
     ) -> None:
-        """Queue a checked request; `submitted`: time.perf_counter() when its client asked, now if left out; `guide`: from start_guide, made
-        here if left out.
+        """Queue a checked request; `arrival_ns`: time.monotonic_ns() when its client asked, now if left out; `guide`: from start_guide,
+        made here if left out.
         """
         guide = guide or self.start_guide(prompt_ids, params)
         self._core.submit(request_id, len(prompt_ids), params.max_tokens)
         detokenizer, eos_ids = IncrementalDetokenizer(self.tokenizer), self.tokenizer.eos_ids
-        submitted = time.perf_counter() if submitted is None else submitted
-        self._sequences[request_id] = Sequence(request_id, prompt_ids, params, detokenizer, eos_ids, submitted, guide)
+        arrival_ns = time.monotonic_ns() if arrival_ns is None else arrival_ns
+        self._sequences[request_id] = Sequence(request_id, prompt_ids, params, detokenizer, eos_ids, arrival_ns, guide)
 
     def stop(self, request_id: int, reason: str, error: str | None = None) -> RequestOutput | None:
         """End a request from outside, in any state; None if it is not known (any more)."""
@@ -246,7 +246,7 @@ class Engine:
             return False
 
     def _launch_next(self) -> bool:
-        groups = self._core.plan(dict(self._core.begin_step()))
+        groups = self._plan(dict(self._core.begin_step()))
         if not groups:
             return False
         try:
@@ -255,7 +255,8 @@ class Engine:
             self._core.commit(dict.fromkeys(sampling, 1))
         finally:
             self._core.abort_step()  # does nothing once the step is committed
-        self._launched.append(_Launched(self._core.last_step, sampling, [g.id for g in groups if g.drafts]))
+        drafting = [g.id for g in groups if g.drafts]
+        self._launched.append(_Launched(self._core.last_step, sampling, drafting, self._context_rows(groups)))
         return True
 
     def _collect(self) -> _Taken:
@@ -279,6 +280,7 @@ class Engine:
             requests = list(on_host.values())
             logits = self._runner.logits_rows(list(on_host), requests)
             sampled.update(zip([s.id for s in requests], self._sampler.sample(logits, [s.row for s in requests]), strict=True))
+        context = self._read_context(launched.context)
         self._launched.popleft()
         for i, used in zip(launched.drafting, drafts_used, strict=True):
             if i in sequences:
@@ -287,7 +289,7 @@ class Engine:
         failed: dict[int, str] = {}
         for i in launched.sampling:
             self._take(i, sampled.get(i), taken, failed)
-        return self._end_finished(taken, failed, launched.step)
+        return self._end_finished(taken, failed, context, launched.step)
 
     def _take(self, request_id: int, token: Sampled | Unsampled | None, taken: dict[int, Sequence], failed: dict[int, str]) -> None:
         """Sort a request into `taken` with its token, or into `failed`; nothing for one that has ended since."""
@@ -299,13 +301,33 @@ class Engine:
 
     def _whole_step(self) -> list[RequestOutput]:
         drafts = self._propose()
-        groups = self._core.plan({i: len(d) for i, d in drafts.items()})
+        groups = self._plan({i: len(d) for i, d in drafts.items()})
         if not groups:
             return []
         try:
-            return self._finish_step(groups, drafts, self._runner.logits(groups, drafts, self._sequences))
+            logits = self._runner.logits(groups, drafts, self._sequences)
+            return self._finish_step(groups, drafts, logits, self._read_context(self._context_rows(groups)))
         finally:
             self._core.abort_step()  # does nothing once the step is committed
+
+    def _plan(self, drafts: dict[int, int]) -> list[_core.RowGroup]:
+        groups = self._core.plan(drafts)
+        for g in groups:
+            self._sequences[g.id].scheduled()
+        return groups
+
+    def _context_rows(self, groups: list[_core.RowGroup]) -> list[_ContextRows]:
+        found, first = [], 0
+        for g in groups:
+            if g.kind == "prefill" and self._sequences[g.id].params.return_context_logits:
+                found.append(_ContextRows(g.id, first, g.rows))
+            first += g.rows
+        return found
+
+    def _read_context(self, rows: list[_ContextRows]) -> list[RequestOutput]:
+        """Of the runner's last step, after all else that is read of it."""
+        wanted = [r for r in rows if r.request_id in self._sequences]
+        return [RequestOutput(r.request_id, context_logits=self._runner.context_logits(r.first, r.count).numpy()) for r in wanted]
 
     def _propose(self) -> dict[int, list[int]]:
         wanted = self._core.begin_step()
@@ -319,7 +341,9 @@ class Engine:
             return {}
         return {r.id: d[: r.count] for r, d in zip(requests, proposals, strict=True) if d}
 
-    def _finish_step(self, groups: list[_core.RowGroup], drafts: dict[int, list[int]], logits: torch.Tensor) -> list[RequestOutput]:
+    def _finish_step(
+        self, groups: list[_core.RowGroup], drafts: dict[int, list[int]], logits: torch.Tensor, context: list[RequestOutput]
+    ) -> list[RequestOutput]:
         yielded: dict[int, int] = {}
         taken: dict[int, Sequence] = {}
         failed: dict[int, str] = {}
@@ -356,7 +380,7 @@ class Engine:
                 self._sequences[g.id].drafted += g.drafts
                 self._sequences[g.id].accepted += yielded[g.id] - 1
         self._core.commit(yielded)
-        return self._outputs(self._end_finished(taken, failed))
+        return self._outputs(self._end_finished(taken, failed, context))
 
     def _sample(self, pending: list[tuple[_core.RowGroup, int]], logits: torch.Tensor) -> list[Sampled | Unsampled]:
         rows = [self._sequences[g.id].row for g, _ in pending]
@@ -367,10 +391,10 @@ class Engine:
         sampled = iter(self._sampler.sample(logits[kept], [rows[i] for i in kept]) if kept else [])
         return [next(sampled) if ok else _NOT_FINITE for ok in good]
 
-    def _end_finished(self, taken: dict[int, Sequence], failed: dict[int, str], step: int = 0) -> _Taken:
+    def _end_finished(self, taken: dict[int, Sequence], failed: dict[int, str], context: list[RequestOutput], step: int = 0) -> _Taken:
         stats = {i: self._end(sequence, step) for i, sequence in taken.items() if sequence.finish_reason and i not in failed}
         errors = [output for i, error in failed.items() if (output := self.stop(i, "error", error))]
-        return _Taken([sequence for i, sequence in taken.items() if i not in failed], stats, errors)
+        return _Taken([sequence for i, sequence in taken.items() if i not in failed], stats, errors, context)
 
     def _outputs(self, taken: _Taken) -> list[RequestOutput]:
         outputs = []
@@ -381,7 +405,7 @@ class Engine:
                 output.finished, output.finish_reason, output.stats = True, sequence.finish_reason, taken.stats[sequence.id]
             if output.token_ids or output.finished:
                 outputs.append(output)
-        return outputs + taken.errors
+        return taken.context + outputs + taken.errors
 
     @property
     def runner(self) -> Runner:

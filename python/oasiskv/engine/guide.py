@@ -69,7 +69,7 @@ class RowGuide:
         self._follow(token_ids)
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
-            raise GuideError(f"guide: {self._matcher.get_error()[:_MESSAGE_CHARS]}")
+            raise GuideError(f"guide: {_why(self._matcher)}")
         mask = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(bool)
         mask[self._library_ends] = False
         if self._matcher.is_accepting():
@@ -125,7 +125,7 @@ class Guides:
                 errors.append(error)
 
         _run_on_a_deep_stack(work)
-        why = str(errors[0]) or type(errors[0]).__name__ if errors else made[0].get_error()
+        why = str(errors[0]) or type(errors[0]).__name__ if errors else _why(made[0])
         if why:
             raise RequestError(f"guide ({guide.kind}) does not compile: {why[:_MESSAGE_CHARS]}")
         with self._kept:
@@ -140,9 +140,14 @@ class Guides:
             self._library = LLTokenizer(self._tokenizer.definition(), n_vocab=tokens, eos_token=sorted(self._tokenizer.eos_ids) or None)
         limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
         matcher = LLMatcher(self._library, grammar, log_level=0, limits=limits)
-        if not matcher.is_error() and not any(matcher.compute_bitmask()) and not matcher.is_error():
+        if not matcher.is_error() and not any(matcher.compute_bitmask()):
             raise ValueError("no text has this form")
         return matcher
+
+
+def _why(matcher: LLMatcher) -> str:
+    message = matcher.get_error().replace("<non-verbose/>", "").strip()
+    return "no text has this form" if message.startswith("NoExtension") else message[:_MESSAGE_CHARS]
 
 
 def _run_on_a_deep_stack(work: Callable[[], None]) -> None:

@@ -51,13 +51,14 @@ class EngineLoop:
         if os.getpid() != self._owner:
             raise EngineError("this engine lives in the parent process: make one of its own in the child, or start children by spawn")
         engine = self._open_engine()
+        arrival_ns = time.monotonic_ns()
         engine.check(prompt_ids, params)
         guide = engine.start_guide(prompt_ids, params)
-        request_id, submitted = engine.next_id(), time.perf_counter()
+        request_id = engine.next_id()
         with self._lock:
             if self._broken:
                 raise EngineError(self._broken)
-            self._inbox.put(lambda: self._add(request_id, prompt_ids, params, on_output, submitted, guide))
+            self._inbox.put(lambda: self._add(request_id, prompt_ids, params, on_output, arrival_ns, guide))
         return request_id
 
     def check(self, prompt_ids: list[int], params: SamplingParams) -> None:
@@ -132,11 +133,11 @@ class EngineLoop:
         prompt_ids: list[int],
         params: SamplingParams,
         on_output: OnOutput,
-        submitted: float,
+        arrival_ns: int,
         guide: RowGuide | None,
     ) -> None:
         self._listeners[request_id] = on_output
-        self._engine.add(request_id, prompt_ids, params, submitted, guide)
+        self._engine.add(request_id, prompt_ids, params, arrival_ns, guide)
 
     def _deliver(self, output: RequestOutput | None) -> None:
         if output is None:

@@ -59,12 +59,13 @@ class SampleRow:
 @dataclass(slots=True)
 class Sampled:
     """logprob and top_logprobs [(id, logprob)] are of the distribution after bias, penalties and masks, before temperature; only if asked
-    for. Tokens that may not be sampled are no alternatives.
+    for. Tokens that may not be sampled are no alternatives. logits: float32 [vocab], the model's, if asked for.
     """
 
     token_id: int
     logprob: float | None = None
     top_logprobs: list[tuple[int, float]] = field(default_factory=list)
+    logits: np.ndarray | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -87,12 +88,15 @@ class Sampler:
 
     def _try_row(self, x: np.ndarray, row: SampleRow) -> Sampled | Unsampled:
         try:
-            return self._sample_row(x, row)
+            sampled = self._sample_row(x, row)
         except GuideError as error:
             return Unsampled(str(error))
         except Exception as error:  # one request's fault must not end the others
             _log.exception("a request's token could not be sampled")
             return Unsampled(f"sampling failed: {type(error).__name__}: {error}")
+        if row.params.return_generation_logits and isinstance(sampled, Sampled):
+            sampled.logits = x.copy()
+        return sampled
 
     def _sample_row(self, x: np.ndarray, row: SampleRow) -> Sampled | Unsampled:
         p, forbidden = row.params, self._forbidden(row)

@@ -96,6 +96,8 @@ class SamplingParams:
     bad_words: tuple[tuple[int, ...], ...] = ()  # the last id of each is not sampled where those before it are the newest tokens
     logit_bias: tuple[tuple[int, float], ...] = ()  # (id, what is added to its logit before penalties), each id once
     guide: Guide | None = None
+    return_context_logits: bool = False  # of every prompt token, before anything is applied; the whole prompt is computed for it
+    return_generation_logits: bool = False  # of every generated token
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -107,7 +109,7 @@ class SamplingParams:
         for field in _FLOATS:
             _check(_finite(getattr(self, field)), field, getattr(self, field), "must be a number")
             object.__setattr__(self, field, float(getattr(self, field)))
-        for field in ("ignore_eos", "include_stop_text"):
+        for field in ("ignore_eos", "include_stop_text", "return_context_logits", "return_generation_logits"):
             _check(isinstance(getattr(self, field), bool), field, getattr(self, field), "must be true or false")
         _check(_integer(self.max_tokens, 1), "max_tokens", self.max_tokens, f"must be an integer in 1..{_INT32_MAX}")
         few = _integer(self.min_tokens, 0, self.max_tokens)
@@ -145,4 +147,5 @@ class SamplingParams:
     def sampled_on_host(self) -> bool:
         """Whether sampling needs what the device does not keep: counts of tokens, the logits themselves, or what was generated."""
         masked = self.min_tokens > 0 or self.guide is not None or bool(self.bad_words)
-        return self.penalised or masked or self.logprobs is not None or bool(self.logit_bias)
+        told = self.logprobs is not None or self.return_context_logits or self.return_generation_logits
+        return self.penalised or masked or told or bool(self.logit_bias)
