@@ -28,6 +28,7 @@ class TritonPythonModel:
         try:
             outputs = self._preprocess({tensor.name(): tensor.as_numpy() for tensor in request.inputs()})
         except RequestError as error:
-            return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), pb_utils.TritonError.INVALID_ARG))
+            message = contract.marked("INVALID_ARG", str(error)) if "oasis_call" in request.parameters() else str(error)
+            return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, pb_utils.TritonError.INVALID_ARG))
         wanted = request.requested_output_names()
         return pb_utils.InferenceResponse([pb_utils.Tensor(name, value) for name, value in outputs.items() if name in wanted])

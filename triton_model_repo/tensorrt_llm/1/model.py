@@ -19,18 +19,20 @@ from oasiskv.serve.call import Call
 _CODES = {protocol.INVALID: "INVALID_ARG", protocol.UNAVAILABLE: "UNAVAILABLE", protocol.INTERNAL: "INTERNAL"}
 _FINAL = 1  # TRITONSERVER_RESPONSE_COMPLETE_FINAL
 _CONNECT_S = 1.0
-_CALL = "oasis_call"  # request parameter: a name for this call alone, where several may have the same request id
+_CALL = "oasis_call"  # request parameter of a BLS: a name for this call alone, where several may have the same request id
 
 
 class _Reply:
-    def __init__(self, sender: Any) -> None:
+    def __init__(self, sender: Any, marked: bool) -> None:
         self._sender = sender
+        self._marked = marked  # errors go to a BLS
 
     def send(self, tensors: contract.Tensors, final: bool) -> None:
         response = pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in tensors.items()])
         self._sender.send(response, flags=_FINAL if final else 0)
 
     def fail(self, code: str, message: str) -> None:
+        message = contract.marked(_CODES[code], message) if self._marked else message
         error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, _CODES[code]))
         self._sender.send(pb_utils.InferenceResponse(error=error), flags=_FINAL)
 
@@ -56,9 +58,10 @@ class TritonPythonModel:
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
-            reply = _Reply(request.get_response_sender())
+            name = json.loads(request.parameters() or "{}").get(_CALL)
+            reply = _Reply(request.get_response_sender(), name is not None)
             try:
-                self._start(request, reply)
+                self._start(request, name, reply)
             except (RequestError, protocol.ProtocolError) as error:
                 reply.fail(protocol.INVALID, str(error))
             except OasisError as error:
@@ -72,9 +75,8 @@ class TritonPythonModel:
         self._watcher.join()
         self._client.close()
 
-    def _start(self, request: Any, reply: _Reply) -> None:
+    def _start(self, request: Any, name: str | None, reply: _Reply) -> None:
         inputs = {tensor.name(): _array(tensor) for tensor in request.inputs()}
-        name = json.loads(request.parameters() or "{}").get(_CALL)
         if contract.is_stop(inputs):
             self._stop_calls(request.request_id(), name)
             reply.send({}, final=True)

@@ -21,11 +21,11 @@ _CANCEL_CHECK_S = 0.05
 
 
 class _ModelError(Exception):
-    """An error that one of the models answered with."""
+    """An error that one of the models answered with. code: a name of TritonError's."""
 
-    def __init__(self, error: Any) -> None:
-        super().__init__(error.message())
-        self.error = error
+    def __init__(self, message: str) -> None:
+        self.code, message = contract.unmarked(message)
+        super().__init__(message)
 
 
 class _Call:
@@ -43,7 +43,8 @@ class _Call:
     def send(self, tensors: contract.Tensors, final: bool) -> None:
         self._finish(pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in tensors.items()]), final)
 
-    def fail(self, error: Any) -> None:
+    def fail(self, code: str, message: str) -> None:
+        error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, code))
         self._finish(pb_utils.InferenceResponse(error=error), final=True)
 
     def end(self) -> None:
@@ -87,7 +88,7 @@ class TritonPythonModel:
                 if not full:
                     self._calls.add(call)
             if full:
-                call.fail(pb_utils.TritonError(f"{_MAX_CALLS} requests are in flight: try again later", pb_utils.TritonError.UNAVAILABLE))
+                call.fail("UNAVAILABLE", f"{_MAX_CALLS} requests are in flight: try again later")
             else:
                 self._pool.submit(self._serve, call)
 
@@ -100,12 +101,12 @@ class TritonPythonModel:
         try:
             self._answer(call)
         except _ModelError as error:
-            call.fail(error.error)
+            call.fail(error.code, str(error))
         except RequestError as error:
-            call.fail(pb_utils.TritonError(str(error), pb_utils.TritonError.INVALID_ARG))
+            call.fail("INVALID_ARG", str(error))
         except Exception as error:
             pb_utils.Logger.log_error(f"a request failed: {type(error).__name__}: {error}")
-            call.fail(pb_utils.TritonError(f"{type(error).__name__}: {error}", pb_utils.TritonError.INTERNAL))
+            call.fail("INTERNAL", f"{type(error).__name__}: {error}")
         finally:
             with self._lock:
                 self._calls.discard(call)
@@ -152,5 +153,5 @@ class TritonPythonModel:
 
 def _tensors(response: Any) -> contract.Tensors:
     if response.has_error():
-        raise _ModelError(response.error())
+        raise _ModelError(response.error().message())
     return {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}

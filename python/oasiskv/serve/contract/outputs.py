@@ -39,8 +39,8 @@ class SequenceOutput:
         self._text: list[str] = []
         self._log_probs: list[float] = []
         self._cum_log_prob = 0.0
-        self._logits: list[np.ndarray] = []
-        self._context_logits: np.ndarray | None = None
+        self._generation_logits: list[np.ndarray] = []
+        self._context_logits: list[np.ndarray] = []
 
     def add(self, output: Output) -> None:
         self._tokens += output.token_ids
@@ -49,10 +49,10 @@ class SequenceOutput:
             new = [logprob for logprob, _ in output.logprobs]
             self._log_probs += new
             self._cum_log_prob += sum(new)
-        if self._request.return_generation_logits and output.generation_logits is not None:
-            self._logits.append(output.generation_logits)
-        if self._request.return_context_logits and output.context_logits is not None:
-            self._context_logits = output.context_logits
+        if output.generation_logits is not None:
+            self._generation_logits.append(output.generation_logits)
+        if output.context_logits is not None:
+            self._context_logits.append(output.context_logits)
 
     def take(self, wanted: Container[str], logits: type[np.floating], stats: dict[str, Any] | None) -> Tensors:
         """The response's tensors among `wanted`, each with a batch dimension of 1; what was collected is forgotten.
@@ -74,13 +74,13 @@ class SequenceOutput:
         if request.return_log_probs:
             tensors["output_log_probs"] = np.array(self._log_probs, dtype=np.float32).reshape(1, 1, -1)
             tensors["cum_log_probs"] = np.array([[self._cum_log_prob]], dtype=np.float32)
-        if self._context_logits is not None:
-            tensors["context_logits"] = self._context_logits[np.newaxis].astype(logits)
-        if self._logits:
-            tensors["generation_logits"] = np.concatenate(self._logits)[np.newaxis, np.newaxis].astype(logits)
+        if self._context_logits:
+            tensors["context_logits"] = np.concatenate(self._context_logits)[np.newaxis].astype(logits, copy=False)
+        if self._generation_logits:
+            tensors["generation_logits"] = np.concatenate(self._generation_logits)[np.newaxis, np.newaxis].astype(logits, copy=False)
         if request.return_perf_metrics and stats is not None:
             tensors |= perf_metrics(stats)
-        self._tokens, self._text, self._log_probs, self._logits, self._context_logits = [], [], [], [], None
+        self._tokens, self._text, self._log_probs, self._generation_logits, self._context_logits = [], [], [], [], []
         return {name: array for name, array in tensors.items() if name in wanted}
 
 
