@@ -146,6 +146,26 @@ def test_core_outputs(pair: Pair, tokenizer: Tokenizer) -> None:
     assert short["output_ids"].tolist() == new.tolist() and short["output_log_probs"].shape == (1, 1, 6)
 
 
+def test_logits_and_figures_of_a_request(pair: Pair, tokenizer: Tokenizer) -> None:
+    """Through the ensemble and the BLS as from the core; each only where it is asked for."""
+    asked = {f"return_{name}": True for name in ("context_logits", "generation_logits", "perf_metrics")}
+    text = text_inputs(PROMPTS[0], 3, **asked)
+    core = core_inputs(tokenizer.encode(PROMPTS[0]), 3, **asked)
+    answers = [infer(pair.unary, model, core if model == "tensorrt_llm" else text) for model in ("tensorrt_llm", *MODELS)]
+    tokens = answers[0]["output_ids"].reshape(-1).tolist()
+    for answer in answers:
+        context, generation = answer["context_logits"], answer["generation_logits"]
+        assert context.shape == (1, len(tokenizer.encode(PROMPTS[0])), generation.shape[3]) and generation.shape[:3] == (1, 1, 3)
+        assert context[0, -1].argmax() == tokens[0] and generation[0, 0].argmax(axis=1).tolist() == tokens
+        times = [int(answer[f"{name}_time_ns"].item()) for name in ("arrival", "first_scheduled", "first_token", "last_token")]
+        assert times == sorted(times) and times[0] > 0
+        blocks = [int(answer[f"kv_cache_{name}_blocks"].item()) for name in ("alloc_new", "reused", "alloc_total")]
+        assert blocks[0] + blocks[1] == blocks[2] > 0
+        assert answer["acceptance_rate"].item() == 0
+    plain = infer(pair.unary, "ensemble", text_inputs(PROMPTS[0], 3))
+    assert set(plain) == {"text_output", "oasis_stats"}
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_rows_and_sequences_of_one_request(pair: Pair, tokenizer: Tokenizer, streaming: bool) -> None:
     rows = [tokenizer.encode(p) for p in ("Once upon a time", "The capital of France is")]

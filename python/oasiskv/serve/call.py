@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from oasiskv.errors import OasisError
 from oasiskv.executor.client import ExecutorClient
-from oasiskv.executor.protocol import Output
+from oasiskv.executor.protocol import INTERNAL, Output
 from oasiskv.serve.contract import CoreRequest, SequenceOutput, Tensors
 
 
@@ -88,28 +88,24 @@ class Call:
             if self._ended:
                 return
             try:
-                self._answer(request, sequence, output)
-            except BaseException:
-                self._ended = True
-                raise
-            finally:
-                ended = self._ended
+                failed = self._answer(request, sequence, output)
+            except Exception as error:  # the caller must not be left without an answer
+                failed = True
+                self._reply.fail(INTERNAL, f"{type(error).__name__}: {error}")
+            self._ended = ended = failed or self._open == 0
+        if failed:
+            self.cancel()
         if ended:
-            if output.code:
-                self.cancel()
             self._on_end(self)
 
-    def _answer(self, request: CoreRequest, sequence: SequenceOutput, output: Output) -> None:
+    def _answer(self, request: CoreRequest, sequence: SequenceOutput, output: Output) -> bool:
+        """Whether the call failed by it."""
         if output.code:
-            self._ended = True
             self._reply.fail(output.code, output.error or "the request failed")
-            return
+            return True
         sequence.add(output)
         self._open -= output.finished
-        self._ended = self._open == 0
         if output.finished or (request.streaming and output.token_ids):
-            self._reply.send(sequence.take(self._wanted, self._logits, _stats(output)), self._ended)
-
-
-def _stats(output: Output) -> dict[str, Any] | None:
-    return output.stats if output.finished else None
+            tensors = sequence.take(self._wanted, self._logits, output.stats if output.finished else None)
+            self._reply.send(tensors, final=self._open == 0)
+        return False
