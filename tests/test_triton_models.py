@@ -236,11 +236,14 @@ def test_values_that_change_nothing_are_taken(pair: Pair, name: str, value: Any)
 
 @pytest.mark.parametrize("model", MODELS)
 def test_refusals_reach_through_the_text_models(pair: Pair, model: str) -> None:
-    for inputs in ({"beam_width": 2}, {"decoder_text_input": "x"}, {"stop_words": ["x"] * 65}, {"max_tokens": 0}):
-        for port in (pair.decoupled, pair.unary):
-            with pytest.raises(InferenceServerException, match=r"beam_width|DECODER_QUERY|STOP_WORDS_DICT|max_tokens") as caught:
-                Stream(port, model, {**text_inputs("a", 3), **inputs}).wait()
-            assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
+    named = r"beam_width|DECODER_QUERY|STOP_WORDS_DICT|max_tokens"
+    for more in ({"beam_width": 2}, {"decoder_text_input": "x"}, {"stop_words": ["x"] * 65}, {"max_tokens": 0}):
+        inputs = {**text_inputs("a", 3), **more}
+        with pytest.raises(InferenceServerException, match=named):
+            Stream(pair.decoupled, model, inputs).wait()
+        with pytest.raises(InferenceServerException, match=named) as caught:
+            infer(pair.unary, model, inputs)
+        assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
 
 
 def test_without_decoupling_one_response_is_all_there_is(pair: Pair) -> None:

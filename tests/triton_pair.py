@@ -116,7 +116,8 @@ class Stream:
         self.error: InferenceServerException | None = None
         self._ended = threading.Event()
         self._client = grpcclient.InferenceServerClient(f"127.0.0.1:{port}")
-        self._client.start_stream(self._take, headers={"triton_grpc_error": "true"})
+        # Without the header triton_grpc_error, which would give errors a status: with it an ensemble's error can end this Triton (SIGSEGV).
+        self._client.start_stream(self._take)
         tensors = [tensor(name, value) for name, value in inputs.items()]
         self._client.async_stream_infer(model, tensors, request_id=request_id, enable_empty_final_response=True)
 
