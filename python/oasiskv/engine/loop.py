@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import logging
 import os
 import queue
@@ -17,7 +18,7 @@ from oasiskv.config import EngineConfig
 from oasiskv.engine.engine import Engine
 from oasiskv.engine.sampling import SamplingParams
 from oasiskv.engine.sequence import RequestOutput
-from oasiskv.errors import ConfigError, EngineError
+from oasiskv.errors import ConfigError, EngineError, QueueFullError
 
 OnOutput = Callable[[RequestOutput], None]
 _log = logging.getLogger(__name__)
@@ -36,8 +37,10 @@ class EngineLoop:
         self.max_seq_len: int = engine.core_config.max_seq_len
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._listeners: dict[int, OnOutput] = {}
-        self._lock = threading.Lock()  # guards _broken and the order of submit against it
+        self._lock = threading.Condition()  # guards _broken, _queued and the order of submit against them; notified when a place comes free
         self._broken: str | None = None
+        self._queued = 0  # requests that no step has begun with: in the inbox, or waiting in the engine
+        self._waiting: dict[int, float] = {}  # those of them that the engine has seen, and when they were submitted; oldest first
         self._progress = time.monotonic()
         self._usage = engine.usage()
         self._owner = os.getpid()
@@ -45,16 +48,19 @@ class EngineLoop:
         self._thread.start()
         atexit.register(self.close)  # a script may end without closing; the thread must not run into the interpreter's end
 
-    def submit(self, prompt_ids: list[int], params: SamplingParams, on_output: OnOutput) -> int:
-        """Queue a request; `on_output` is called on the engine's thread. Raises RequestError, CapacityError, EngineError."""
+    def submit(self, prompt_ids: list[int], params: SamplingParams, on_output: OnOutput, wait: bool = False) -> int:
+        """Queue a request; `on_output` is called on the engine's thread. Raises RequestError, CapacityError, EngineError.
+
+        When `max_queue_size` requests wait already: QueueFullError, or with `wait` (from other threads than the engine's) not before
+        one of them does not wait any more.
+        """
         if os.getpid() != self._owner:
             raise EngineError("this engine lives in the parent process: make one of its own in the child, or start children by spawn")
         engine = self._open_engine()
         engine.check(prompt_ids, params)
         request_id, submitted = engine.next_id(), time.perf_counter()
         with self._lock:
-            if self._broken:
-                raise EngineError(self._broken)
+            self._take_place(wait)
             self._inbox.put(lambda: self._add(request_id, prompt_ids, params, on_output, submitted))
         return request_id
 
@@ -95,6 +101,18 @@ class EngineLoop:
         self._thread.join()
         self._engine = None
 
+    def _take_place(self, wait: bool) -> None:
+        limit = self.config.max_queue_size
+        while not self._broken and self._queued >= limit and wait:
+            self._lock.wait()
+        if self._broken:
+            raise EngineError(self._broken)
+        if self._queued >= limit:
+            raise QueueFullError(
+                f"{self._queued} requests wait and max_queue_size is {limit}: try again later, or start the engine with a larger one"
+            )
+        self._queued += 1
+
     def _open_engine(self) -> Engine:
         engine = self._engine
         if engine is None:
@@ -114,6 +132,20 @@ class EngineLoop:
             except Exception as error:
                 self._fail(error)
             self._usage = self._engine.usage()
+            self._give_places_back()
+
+    def _give_places_back(self) -> None:
+        """Of those that were scheduled since: admission is in their order, so the ones that still wait are the last."""
+        scheduled = len(self._waiting) - self._usage["waiting"]
+        for request_id in list(itertools.islice(self._waiting, max(0, scheduled))):
+            self._waits_no_more(request_id)
+
+    def _waits_no_more(self, request_id: int) -> None:
+        if self._waiting.pop(request_id, None) is None:
+            return
+        with self._lock:
+            self._queued -= 1
+            self._lock.notify_all()
 
     def _handle_inbox(self, block: bool) -> None:
         try:
@@ -126,6 +158,7 @@ class EngineLoop:
 
     def _add(self, request_id: int, prompt_ids: list[int], params: SamplingParams, on_output: OnOutput, submitted: float) -> None:
         self._listeners[request_id] = on_output
+        self._waiting[request_id] = submitted
         self._engine.add(request_id, prompt_ids, params, submitted)
 
     def _deliver(self, output: RequestOutput | None) -> None:
@@ -134,6 +167,7 @@ class EngineLoop:
         listener = self._listeners.get(output.request_id)
         if output.finished:
             self._listeners.pop(output.request_id, None)
+            self._waits_no_more(output.request_id)
             self._usage = self._engine.usage()  # before its client can ask
         if listener is None:
             return
@@ -153,6 +187,7 @@ class EngineLoop:
         except EngineError as fatal:
             with self._lock:
                 self._broken = str(fatal)
+                self._lock.notify_all()
         self._end_all("error", why)
         if self._broken:
             self._refuse_queued(why)
@@ -177,6 +212,7 @@ class EngineLoop:
     def _shut(self) -> None:
         with self._lock:
             self._broken = "the engine is closed"
+            self._lock.notify_all()
         self._end_all("cancelled", None)
         self._refuse_queued("the engine is closed")
         self._engine.close()
