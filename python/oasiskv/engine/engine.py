@@ -23,6 +23,7 @@ from oasiskv.draft import DraftRequest, make_drafter
 from oasiskv.engine.cuda_runner import CudaRunner, require_cuda
 from oasiskv.engine.loaded import LoadedModel, load_model
 from oasiskv.engine.machine import check_pools_fit, usable_cpus
+from oasiskv.engine.metrics import EngineMetrics
 from oasiskv.engine.runner import CpuRunner, Runner
 from oasiskv.engine.sampler import Sampled, Sampler
 from oasiskv.engine.sampling import SamplingParams
@@ -120,6 +121,7 @@ class Engine:
         self._launched: deque[_Launched] = deque()  # oldest first; two while the tokens of one are waited for
         self._error: Exception | None = None  # of a launch, for the next step to raise
         self._ids = itertools.count(1)
+        self.metrics = EngineMetrics()
 
     # ------------------------------------------------------------ requests
 
@@ -203,7 +205,9 @@ class Engine:
             return []
         if not self._launched:
             return []
+        step = self._launched[0].step
         taken = self._collect()
+        self._tell_progress([sequence.id for sequence in taken.sequences], step)
         if len(self._launched) < depth:
             self._launch()
         return self._outputs(taken)
@@ -268,9 +272,11 @@ class Engine:
         if not groups:
             return []
         try:
-            return self._finish_step(groups, drafts, self._runner.logits(groups, drafts, self._sequences))
+            outputs = self._finish_step(groups, drafts, self._runner.logits(groups, drafts, self._sequences))
         finally:
             self._core.abort_step()  # does nothing once the step is committed
+        self._tell_progress([g.id for g in groups if g.logits_rows])
+        return outputs
 
     def _propose(self) -> dict[int, list[int]]:
         wanted = self._core.begin_step()
@@ -350,6 +356,22 @@ class Engine:
             if output.token_ids or output.finished:
                 outputs.append(output)
         return outputs + taken.errors
+
+    def _tell_progress(self, request_ids: list[int], step: int = 0) -> None:
+        """Of those that a step gave tokens, now and then: what a long request does is counted before its end."""
+        if not self.metrics.wants_progress():
+            return
+        try:
+            for i in request_ids:
+                if sequence := self._sequences.get(i):
+                    self.metrics.progress(i, self._stats(sequence, step))
+        except Exception:  # of a device that is lost: the step's tokens are told all the same
+            _log.exception("the statistics of running requests are lost")
+
+    @property
+    def steps(self) -> int:
+        """Planned so far."""
+        return self._core.last_step
 
     @property
     def runner(self) -> Runner:

@@ -16,6 +16,7 @@ from typing import Any
 
 from oasiskv.config import EngineConfig
 from oasiskv.engine.engine import Engine
+from oasiskv.engine.metrics import sizes
 from oasiskv.engine.sampling import SamplingParams
 from oasiskv.engine.sequence import RequestOutput
 from oasiskv.errors import ConfigError, EngineError, QueueFullError
@@ -42,7 +43,12 @@ class EngineLoop:
         self._queued = 0  # requests that no step has begun with: in the inbox, or waiting in the engine
         self._waiting: dict[int, float] = {}  # those of them that the engine has seen, and when they were submitted; oldest first
         self._progress = time.monotonic()
+        self._step_began = time.perf_counter()
         self._usage = engine.usage()
+        self._metrics = engine.metrics
+        self._sizes = sizes(config, engine.core_config)
+        self._step_began = time.perf_counter()
+        self._publish()
         self._owner = os.getpid()
         self._thread = threading.Thread(target=self._run, name="oasiskv-engine", daemon=True)
         self._thread.start()
@@ -85,6 +91,18 @@ class EngineLoop:
         """Pool occupancy after the last step; safe from any thread."""
         return dict(self._usage)
 
+    def metrics(self, since: int = 0) -> dict[str, Any]:
+        """What the engine counted, has and observed from number `since` on (EngineMetrics.poll); safe from any thread.
+
+        Gauges are those of `usage` and metrics.sizes; `waiting` counts also what the engine has not seen yet.
+        """
+        seen = self._metrics.poll(since)
+        return seen | {"gauges": {**seen["gauges"], "waiting": self._queued}}
+
+    def refused(self, reason: str) -> None:
+        """Count a request that a client was refused, by `submit` or before it; `reason`: one of metrics.REFUSALS."""
+        self._metrics.refused(reason)
+
     @property
     def broken(self) -> str | None:
         """Why the engine can serve no more, or None."""
@@ -126,19 +144,26 @@ class EngineLoop:
             try:
                 self._handle_inbox(block=not self._listeners)
                 self._progress = time.monotonic()
+                self._step_began = time.perf_counter()
                 if self._listeners and not self._broken:
-                    for output in self._engine.step():
+                    outputs = self._engine.step()
+                    self._give_places_back()
+                    for output in outputs:
                         self._deliver(output)
             except Exception as error:
                 self._fail(error)
-            self._usage = self._engine.usage()
-            self._give_places_back()
+            self._publish()
 
     def _give_places_back(self) -> None:
-        """Of those that were scheduled since: admission is in their order, so the ones that still wait are the last."""
-        scheduled = len(self._waiting) - self._usage["waiting"]
-        for request_id in list(itertools.islice(self._waiting, max(0, scheduled))):
+        """Of those that the step scheduled: admission is in their order, so the ones that still wait are the last."""
+        scheduled = len(self._waiting) - self._engine.usage()["waiting"]
+        for request_id in list(itertools.islice(self._waiting, scheduled)):
+            self._metrics.scheduled(request_id, self._step_began)
             self._waits_no_more(request_id)
+
+    def _publish(self) -> None:
+        self._usage = self._engine.usage()
+        self._metrics.publish(self._engine.steps, self._usage | self._sizes)
 
     def _waits_no_more(self, request_id: int) -> None:
         if self._waiting.pop(request_id, None) is None:
@@ -159,16 +184,18 @@ class EngineLoop:
     def _add(self, request_id: int, prompt_ids: list[int], params: SamplingParams, on_output: OnOutput, submitted: float) -> None:
         self._listeners[request_id] = on_output
         self._waiting[request_id] = submitted
+        self._metrics.added(request_id, submitted)
         self._engine.add(request_id, prompt_ids, params, submitted)
 
     def _deliver(self, output: RequestOutput | None) -> None:
         if output is None:
             return
         listener = self._listeners.get(output.request_id)
+        self._metrics.output(output)
         if output.finished:
             self._listeners.pop(output.request_id, None)
             self._waits_no_more(output.request_id)
-            self._usage = self._engine.usage()  # before its client can ask
+            self._publish()  # before its client can ask
         if listener is None:
             return
         try:
@@ -176,10 +203,12 @@ class EngineLoop:
         except Exception:  # one client's fault must not stop the batch
             _log.exception("request %d: its output callback failed; the request is cancelled", output.request_id)
             self._listeners.pop(output.request_id, None)
-            self._engine.stop(output.request_id, "cancelled")
+            if stopped := self._engine.stop(output.request_id, "cancelled"):
+                self._metrics.output(stopped)
 
     def _fail(self, error: Exception) -> None:
         """A step failed: every request in flight ends with the error. The engine goes on if its background is sound."""
+        self._metrics.step_failed()
         _log.exception("engine step failed; the requests in flight end with an error")
         why = f"engine step failed: {type(error).__name__}: {error}"
         try:

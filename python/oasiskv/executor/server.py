@@ -16,7 +16,7 @@ from typing import Any
 
 from oasiskv.engine.loop import EngineLoop
 from oasiskv.engine.sequence import RequestOutput
-from oasiskv.errors import EngineError, RequestError
+from oasiskv.errors import CapacityError, EngineError, QueueFullError, RequestError
 from oasiskv.executor import protocol, transport
 from oasiskv.executor.params import sampling_params
 
@@ -25,6 +25,13 @@ MAX_IN_FLIGHT = 4096  # a client
 _ACCEPT_PAUSE_S = 0.1
 MAX_UNREAD = 16384  # answers a client may leave unread before it is dropped
 _log = logging.getLogger(__name__)
+_REFUSAL_CODES = {
+    "invalid": protocol.INVALID,
+    "capacity": protocol.INVALID,
+    "queue_full": protocol.UNAVAILABLE,
+    "unavailable": protocol.UNAVAILABLE,
+    "internal": protocol.INTERNAL,
+}
 
 
 class ExecutorServer:
@@ -165,6 +172,8 @@ class _Client:
                 self._server.loop.cancel(engine_id)
         elif request.what == "ping":
             self._put(protocol.Reply(request.id, self._server.status()))
+        elif request.what == "metrics":
+            self._put(protocol.Reply(request.id, self._server.loop.metrics(request.since)))
         else:
             self._put(protocol.Reply(request.id, self._server.loop.usage()))
 
@@ -177,9 +186,9 @@ class _Client:
 
     def _start(self, request: protocol.Submit) -> protocol.Output | None:
         if self._server.draining:
-            return protocol.failed(request.id, protocol.UNAVAILABLE, "the executor is shutting down")
+            return self._refused(request.id, "unavailable", "the executor is shutting down")
         if len(self.requests) >= MAX_IN_FLIGHT:
-            return protocol.failed(request.id, protocol.UNAVAILABLE, f"{MAX_IN_FLIGHT} requests are in flight: try again later")
+            return self._refused(request.id, "queue_full", f"{MAX_IN_FLIGHT} requests are in flight: try again later")
         loop = self._server.loop
         try:
             params = sampling_params(request.params, loop.tokenizer)
@@ -190,13 +199,17 @@ class _Client:
             with self._lock:
                 self.requests[request.id] = loop.submit(prompt, params, lambda o: self._take(request.id, o))
         except RequestError as error:
-            return protocol.failed(request.id, protocol.INVALID, str(error))
+            return self._refused(request.id, "capacity" if isinstance(error, CapacityError) else "invalid", str(error))
         except EngineError as error:
-            return protocol.failed(request.id, protocol.UNAVAILABLE, str(error))
+            return self._refused(request.id, "queue_full" if isinstance(error, QueueFullError) else "unavailable", str(error))
         except Exception as error:  # one request must not end its connection, which may carry many users'
             _log.exception("a request could not be started")
-            return protocol.failed(request.id, protocol.INTERNAL, f"{type(error).__name__}: {error}")
+            return self._refused(request.id, "internal", f"{type(error).__name__}: {error}")
         return None
+
+    def _refused(self, request_id: int, reason: str, error: str) -> protocol.Output:
+        self._server.loop.refused(reason)
+        return protocol.failed(request_id, _REFUSAL_CODES[reason], error)
 
     def _take(self, request_id: int, output: RequestOutput) -> None:
         """On the engine's thread: never blocks on the client."""
