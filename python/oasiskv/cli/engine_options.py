@@ -40,6 +40,10 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--device-kv-gib", type=float, default=d.device_kv_gib, help="fast tier of the KV cache")
     group.add_argument("--host-kv-gib", type=float, default=d.host_kv_gib, help="slow tier of the KV cache")
     group.add_argument(
+        "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=d.enable_prefix_caching,
+        help="keep complete blocks in the slow tier, for requests that begin with the same tokens",
+    )  # fmt: skip
+    group.add_argument(
         "--host-memory-gib", type=float, default=d.host_memory_gib,
         help="memory of the machine, where it grows with use; None: what a control group or the system says",
     )  # fmt: skip

@@ -24,6 +24,7 @@ from oasiskv.engine.cuda_runner import CudaRunner, require_cuda
 from oasiskv.engine.loaded import LoadedModel, load_model
 from oasiskv.engine.machine import check_pools_fit, usable_cpus
 from oasiskv.engine.metrics import EngineMetrics
+from oasiskv.engine.prefix import BlockNames
 from oasiskv.engine.runner import CpuRunner, Runner
 from oasiskv.engine.sampler import Sampled, Sampler
 from oasiskv.engine.sampling import SamplingParams
@@ -118,6 +119,7 @@ class Engine:
         self._on_host = sampler is not None  # that sampler sees every token
         self._sampler = sampler or Sampler(self.tokenizer.eos_ids)
         self._sequences: dict[int, Sequence] = {}
+        self._block_names: dict[int, BlockNames] = {}  # of requests that may use the prefix cache
         self._launched: deque[_Launched] = deque()  # oldest first; two while the tokens of one are waited for
         self._error: Exception | None = None  # of a launch, for the next step to raise
         self._ids = itertools.count(1)
@@ -143,16 +145,23 @@ class Engine:
 
     def add(self, request_id: int, prompt_ids: list[int], params: SamplingParams, submitted: float | None = None) -> None:
         """Queue a checked request; `submitted`: time.perf_counter() when its client asked, now if left out."""
-        self._core.submit(request_id, len(prompt_ids), params.max_tokens)
+        cached = self.config.enable_prefix_caching and params.use_cache
+        block_names = BlockNames(params.cache_salt) if cached else None
+        self._core.submit(request_id, len(prompt_ids), params.max_tokens, block_names.of(prompt_ids) if block_names else b"")
+        if block_names:
+            self._block_names[request_id] = block_names
         detokenizer, eos_ids = IncrementalDetokenizer(self.tokenizer), self.tokenizer.eos_ids
         submitted = time.perf_counter() if submitted is None else submitted
         self._sequences[request_id] = Sequence(request_id, prompt_ids, params, detokenizer, eos_ids, submitted)
 
-    def stop(self, request_id: int, reason: str, error: str | None = None) -> RequestOutput | None:
-        """End a request from outside, in any state; None if it is not known (any more)."""
+    def stop(self, request_id: int, reason: str, error: str | None = None, spoiled: bool = False) -> RequestOutput | None:
+        """End a request from outside, in any state; None if it is not known (any more). `spoiled`: its blocks leave the prefix cache."""
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return None
+        if spoiled:
+            self._block_names.pop(request_id, None)
+            self._core.forget(request_id)
         stats = self._end(sequence)
         return sequence.cut_short(reason, error, stats)
 
@@ -163,7 +172,8 @@ class Engine:
         except Exception:  # of a device that is lost: the request ends all the same
             _log.exception("request %d: its statistics are lost", sequence.id)
             stats = {}
-        self._core.end(sequence.id)
+        block_names = self._block_names.pop(sequence.id, None)
+        self._core.end(sequence.id, block_names.of(sequence.token_ids) if block_names else b"")
         self._runner.forget(sequence.id)
         self._drafter.forget(sequence.id)
         del self._sequences[sequence.id]
@@ -343,7 +353,8 @@ class Engine:
 
     def _end_finished(self, taken: dict[int, Sequence], broken: list[int], step: int = 0) -> _Taken:
         stats = {i: self._end(sequence, step) for i, sequence in taken.items() if sequence.finish_reason and i not in broken}
-        errors = [output for i in broken if (output := self.stop(i, "error", _NOT_FINITE))]
+        # What made the logits so may be in the cache: whoever comes with the same prefix computes it anew.
+        errors = [output for i in broken if (output := self.stop(i, "error", _NOT_FINITE, spoiled=True))]
         return _Taken([sequence for i, sequence in taken.items() if i not in broken], stats, errors)
 
     def _outputs(self, taken: _Taken) -> list[RequestOutput]:
@@ -387,7 +398,9 @@ class Engine:
         return self._stats(self._sequences[request_id], 0)
 
     def usage(self) -> dict[str, int]:
-        """Occupancy of the pools, counts of requests by state, and on CUDA of captured steps (two a size)."""
+        """Occupancy of the pools, where what is only cached counts as free; counts of requests by state; blocks of the prefix cache: those
+        that it has, and in all those that were reused and evicted; and on CUDA captured steps (two a size).
+        """
         return self._core.usage() | self._runner.usage()
 
     def take_trace(self) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from oasiskv.errors import RequestError
 
 _INT32_MAX = 2**31 - 1  # what every client's protocol can carry
 MAX_STOPS, MAX_STOP_CHARS = 64, 1024  # every token is held against all of them
+MAX_SALT_CHARS = 256
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -24,6 +25,11 @@ def _finite(value: object) -> bool:
 
 def _integer(value: object, low: int, high: int = _INT32_MAX) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _is_salt(value: object) -> bool:
+    """Half a surrogate pair is no text: it has no UTF-8."""
+    return isinstance(value, str) and len(value) <= MAX_SALT_CHARS and not any("\ud800" <= c <= "\udfff" for c in value)
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,8 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_text: bool = False
     logprobs: int | None = None  # top alternatives a token, besides its own
+    cache_salt: str = ""  # prefixes are shared only among requests of one salt
+    use_cache: bool = True  # false: neither reuse cached prefixes nor leave any
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -56,7 +64,7 @@ class SamplingParams:
         for field in _FLOATS:
             _check(_finite(getattr(self, field)), field, getattr(self, field), "must be a number")
             object.__setattr__(self, field, float(getattr(self, field)))
-        for field in ("ignore_eos", "include_stop_text"):
+        for field in ("ignore_eos", "include_stop_text", "use_cache"):
             _check(isinstance(getattr(self, field), bool), field, getattr(self, field), "must be true or false")
         _check(_integer(self.max_tokens, 1), "max_tokens", self.max_tokens, f"must be an integer in 1..{_INT32_MAX}")
         few = _integer(self.min_tokens, 0, self.max_tokens)
@@ -76,6 +84,7 @@ class SamplingParams:
         _check(few, "stop_token_ids", self.stop_token_ids, f"must be at most {MAX_STOPS} token ids")
         top = self.logprobs
         _check(top is None or _integer(top, 0, 20), "logprobs", top, "must be in 0..20")
+        _check(_is_salt(self.cache_salt), "cache_salt", self.cache_salt, f"must be text of at most {MAX_SALT_CHARS} characters")
 
     @property
     def penalised(self) -> bool:

@@ -218,6 +218,9 @@ class _Client:
                 return
             if output.finished:
                 self.requests.pop(request_id, None)
+        if output.finish_reason == "cancelled" and self._server.draining:  # not by its client: it must not pass for a whole answer
+            self._put(protocol.failed(request_id, protocol.UNAVAILABLE, "the executor shut down before the request had ended"))
+            return
         code = protocol.INTERNAL if output.finish_reason == "error" else None
         self._put(
             protocol.Output(
