@@ -13,13 +13,14 @@ import pytest
 from oasiskv.config import EngineConfig
 from oasiskv.engine import metrics as engine_metrics
 from oasiskv.engine.loop import EngineLoop
-from oasiskv.engine.metrics import KEPT, OBSERVED, REASONS, SUMMED, EngineMetrics
+from oasiskv.engine.metrics import FROM_USAGE, KEPT, OBSERVED, REASONS, SUMMED, EngineMetrics
 from oasiskv.engine.sampling import SamplingParams
 from oasiskv.engine.sequence import RequestOutput
 from oasiskv.executor import protocol
 from test_executor import Executor, submit
 
 SMALL = {"top_k_blocks": 2, "sparse_from": 48, "device_kv_gib": 0.0075, "host_kv_gib": 0.1, "max_batch_size": 8, "max_seq_len": 256}
+NO_GAUGES = dict.fromkeys(FROM_USAGE, 0)
 OPTIONS = SMALL | {"max_queue_size": 64, "draft_len": 3, "accept_drafts": True}
 
 
@@ -98,7 +99,7 @@ def test_counters_are_the_sums_of_what_requests_were_told(prose_ids: list[int], 
     submitted = []
     for i in range(300):
         assert room.acquire(timeout=120), "hang"
-        start, length = rng.randrange(50_000), rng.choice([1, 8, 20, 60])
+        start, length = rng.choice([0, rng.randrange(50_000)]), rng.choice([1, 8, 20, 60])
         params = SamplingParams(
             max_tokens=rng.choice([1, 4, 12, 30]), temperature=rng.choice([0.0, 1.0]), seed=i, stop=("the",) if i % 7 == 0 else ()
         )
@@ -121,7 +122,7 @@ def test_counters_are_the_sums_of_what_requests_were_told(prose_ids: list[int], 
         assert counters[f"ended_{reason}"] == sum(o.finish_reason == reason for o in ended) > 0, reason
     for name in SUMMED:
         assert counters[name] == pytest.approx(ledger.total(name), rel=1e-9), name
-    for name in set(SUMMED) - {"kv_blocks_total", "kv_blocks_new", "kv_blocks_reused"}:
+    for name in SUMMED:
         assert counters[name] > 0, f"{name} is always 0"
     assert counters["generated_tokens"] == sum(ledger.tokens.values()) + sum(
         stopped[i].stats["generated_tokens"] - ledger.tokens.get(i, 0) for i in gone
@@ -141,6 +142,8 @@ def test_counters_are_the_sums_of_what_requests_were_told(prose_ids: list[int], 
     assert sum(final["observations"]["generated_tokens"]) == counters["generated_tokens"]
     assert len(ledger.first_tokens) <= seen["ttft"] <= seen["queue"] <= 300
     gauges = final["gauges"]
+    assert counters["kv_blocks_reused"] == gauges["prefix_blocks_reused"]
+    assert counters["prefix_blocks_evicted"] == gauges["prefix_blocks_evicted"]
     assert gauges["waiting"] == gauges["prefilling"] == gauges["decoding"] == gauges["preempted"] == 0
 
 
@@ -192,7 +195,7 @@ def test_what_a_poller_is_too_late_for_is_counted() -> None:
     metrics.added(1, 0.0)
     metrics.output(RequestOutput(1, [1]))
     told(metrics, 1, KEPT + 10)
-    metrics.publish(1, {})
+    metrics.publish(1, NO_GAUGES)
     late = metrics.poll(0)
     assert late["lost"] == 1 + 10 + 1  # the first token, ten of those between, and e2e made room in front
     assert sum(map(len, late["observations"].values())) == KEPT and late["next"] == KEPT + late["lost"]
@@ -207,19 +210,10 @@ def test_statistics_that_are_lost_take_nothing_back() -> None:
     metrics.added(1, 0.0)
     metrics.progress(1, {"prompt_tokens": 5, "bytes_fetched": 700})
     metrics.output(RequestOutput(1, finished=True, finish_reason="error"))
-    metrics.publish(1, {})
+    metrics.publish(1, NO_GAUGES)
     seen = metrics.poll()
     assert seen["counters"]["bytes_fetched"] == 700 and seen["counters"]["ended_error"] == 1
     assert seen["observations"]["prompt_tokens"] == [5] and seen["observations"]["generated_tokens"] == []
-
-
-def test_reuse_is_counted_once_requests_tell_of_it() -> None:
-    metrics = EngineMetrics()
-    for i in (1, 2):
-        metrics.added(i, 0.0)
-        told(metrics, i, 1, kv_blocks_total=8, kv_blocks_new=5, kv_blocks_reused=3)
-    metrics.publish(2, {})
-    assert [metrics.poll()["counters"][f"kv_blocks_{k}"] for k in ("total", "new", "reused")] == [16, 10, 6]
 
 
 @pytest.fixture(scope="module")

@@ -41,13 +41,11 @@ class EngineLoop:
         self._lock = threading.Condition()  # guards _broken, _queued and the order of submit against them; notified when a place comes free
         self._broken: str | None = None
         self._queued = 0  # requests that no step has begun with: in the inbox, or waiting in the engine
-        self._waiting: dict[int, float] = {}  # those of them that the engine has seen, and when they were submitted; oldest first
-        self._progress = time.monotonic()
-        self._step_began = time.perf_counter()
+        self._waiting: dict[int, None] = {}  # those of them that the engine has seen, oldest first
+        self._progress = self._step_began = time.monotonic()
         self._usage = engine.usage()
         self._metrics = engine.metrics
         self._sizes = sizes(config, engine.core_config)
-        self._step_began = time.perf_counter()
         self._publish()
         self._owner = os.getpid()
         self._thread = threading.Thread(target=self._run, name="oasiskv-engine", daemon=True)
@@ -143,8 +141,7 @@ class EngineLoop:
         while not self._broken:
             try:
                 self._handle_inbox(block=not self._listeners)
-                self._progress = time.monotonic()
-                self._step_began = time.perf_counter()
+                self._progress = self._step_began = time.monotonic()
                 if self._listeners and not self._broken:
                     outputs = self._engine.step()
                     self._give_places_back()
@@ -166,8 +163,9 @@ class EngineLoop:
         self._metrics.publish(self._engine.steps, self._usage | self._sizes)
 
     def _waits_no_more(self, request_id: int) -> None:
-        if self._waiting.pop(request_id, None) is None:
+        if request_id not in self._waiting:
             return
+        del self._waiting[request_id]
         with self._lock:
             self._queued -= 1
             self._lock.notify_all()
@@ -183,7 +181,7 @@ class EngineLoop:
 
     def _add(self, request_id: int, prompt_ids: list[int], params: SamplingParams, on_output: OnOutput, submitted: float) -> None:
         self._listeners[request_id] = on_output
-        self._waiting[request_id] = submitted
+        self._waiting[request_id] = None
         self._metrics.added(request_id, submitted)
         self._engine.add(request_id, prompt_ids, params, submitted)
 

@@ -15,11 +15,12 @@ from oasiskv import _core
 from oasiskv.config import BLOCK_TOKENS, EngineConfig
 from oasiskv.engine.sequence import RequestOutput
 
-# Statistics of a request whose sums over all requests are counters; the last three are there if prefixes are cached.
+# Statistics of a request whose sums over all requests are counters.
 SUMMED = (
     "prompt_tokens", "generated_tokens", "dense_steps", "sparse_steps", "blocks_predicted", "blocks_admitted", "blocks_capped",
     "bytes_fetched", "stall_ms", "preemptions", "draft_tokens", "draft_accepted", "kv_blocks_total", "kv_blocks_new", "kv_blocks_reused",
 )  # fmt: skip
+FROM_USAGE = ("prefix_blocks_evicted",)  # counters that the core keeps
 REASONS = ("stop", "length", "cancelled", "error")
 REFUSALS = ("invalid", "capacity", "queue_full", "unavailable", "internal")
 # Seconds but for the last two: submit to first output; between outputs, a value a token; submit to the step that scheduled it first;
@@ -68,7 +69,9 @@ class EngineMetrics:
         self.epoch = secrets.token_hex(8)  # whoever meets another one has another engine before him, whose counters began at 0
         self._lock = threading.Lock()  # guards what `poll` reads: the last five
         self._live: dict[int, _Live] = {}
-        self._totals: dict[str, float] = dict.fromkeys([*SUMMED, *(f"ended_{r}" for r in REASONS), "steps", "step_failures"], 0)
+        self._totals: dict[str, float] = dict.fromkeys(
+            [*SUMMED, *FROM_USAGE, *(f"ended_{r}" for r in REASONS), "steps", "step_failures"], 0
+        )
         self._pending: list[tuple[str, float]] = []
         self._next_look = 0.0
         self._counters: dict[str, float] = dict(self._totals)
@@ -80,7 +83,7 @@ class EngineMetrics:
     # ------------------------------------------------------------ on the engine's thread
 
     def added(self, request_id: int, submitted: float) -> None:
-        """`submitted`: time.perf_counter() when its client asked."""
+        """`submitted`: time.monotonic() when its client asked."""
         self._live[request_id] = _Live(submitted)
 
     def scheduled(self, request_id: int, at: float) -> None:
@@ -89,7 +92,7 @@ class EngineMetrics:
 
     def output(self, output: RequestOutput) -> None:
         """What a request yielded; the last one ends it."""
-        live, now = self._live.get(output.request_id), time.perf_counter()
+        live, now = self._live.get(output.request_id), time.monotonic()
         if live is None:  # it was told that it ended
             return
         count = len(output.token_ids)
@@ -130,6 +133,7 @@ class EngineMetrics:
     def publish(self, steps: int, gauges: dict[str, Any]) -> None:
         """`steps`: that the engine has planned so far. `gauges` is kept: give it a dict of its own."""
         self._totals["steps"] = steps
+        self._totals.update((name, gauges[name]) for name in FROM_USAGE)
         with self._lock:
             self._counters, self._gauges = dict(self._totals), gauges
             self._observations += self._pending
