@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from oasiskv.engine import engine as engine_module
 from oasiskv.engine.llm import LLM, GenerationResult
-from oasiskv.engine.sampling import SamplingParams
+from oasiskv.engine.sampling import Guide, SamplingParams
 from reference.cuda import needs_gpu
 
 pytestmark = needs_gpu
@@ -121,6 +122,27 @@ def test_the_host_samples_for_those_that_need_it_alone(prompts: list[list[int]],
         assert len(got[i].logprobs) == len(e.logprobs) == (0 if i % 4 == 0 else 9)
         for a, b in zip(got[i].logprobs, e.logprobs, strict=True):
             assert a.logprob == pytest.approx(b.logprob, abs=1e-3) and len(a.top_logprobs) == 3
+
+
+@pytest.mark.parametrize("pipelined", [True, False], ids=["pipelined", "whole steps"])
+def test_logits_and_guides_are_the_cpus(prompts: list[list[int]], pipelined: bool) -> None:
+    """Of prompts in several chunks, in steps beside others that decode; a guided answer, and bad words."""
+    asked = {"return_context_logits": True, "return_generation_logits": True}
+    wanted = [asked, {"guide": Guide("regex", "[a-z]{3,8}[.!]")}, {"bad_words": ((260,), (284, 253))}, {}]
+    mixed = [SamplingParams(max_tokens=12, ignore_eos=i % 4 != 1, **wanted[i % 4]) for i in range(len(prompts))]
+    accept = {} if pipelined else {"accept_drafts": True, "draft_len": 2}
+    with LLM(dense=True, max_num_tokens=256) as llm:
+        expected = llm.generate(prompts, mixed)
+    with LLM(dense=True, max_num_tokens=256, **EXACT, **accept) as llm:
+        got = llm.generate(prompts, mixed)
+    assert ids(got) == ids(expected)
+    assert [g.finish_reason for g in got] == [e.finish_reason for e in expected]
+    for prompt, e, g in list(zip(prompts, expected, got, strict=True))[::4]:
+        assert g.context_logits.shape == (len(prompt), e.context_logits.shape[1])
+        assert np.abs(g.context_logits - e.context_logits).max() < 1e-2
+        assert np.abs(g.generation_logits - e.generation_logits).max() < 1e-2
+        assert np.array_equal(g.context_logits[-1], g.generation_logits[0]), "the last prompt row is what the first token came from"
+        assert np.ptp(g.generation_logits, axis=1).min() > 1
 
 
 def test_accepted_drafts_do_not_change_the_answer(prompts: list[list[int]], dense: list[list[int]]) -> None:

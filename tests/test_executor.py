@@ -13,10 +13,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from oasiskv.engine.sequence import RequestOutput
 from oasiskv.errors import ConfigError, EngineError
-from oasiskv.executor import protocol, transport
+from oasiskv.executor import protocol, server, transport
 from oasiskv.executor.client import ExecutorClient
 from oasiskv.executor.protocol import Output
 
@@ -91,7 +93,8 @@ def test_text_and_token_prompts_answer_alike(executor: Executor) -> None:
     [({"max_tokens": 0}, "max_tokens"), ({"max_tokens": 10**6}, "max_seq_len"), ({"nonsense": 1}, "nonsense"), ({"top_p": "x"}, "top_p"),
      ({"stop_word_ids": [[-1]]}, "stop_word_ids"), ({"stop": 5}, "stop"), ({"stop": 0}, "stop"),
      ({"stop_word_ids": False}, "stop_word_ids"), ({"stop": ["x"] * 65}, "stop"),
-     ({"stop_word_ids": [[1]] * 65}, "stop_word_ids"), ({"logprobs": 1}, "logprobs"), ({"end_id": 10**6}, "end_id"),
+     ({"stop_word_ids": [[1]] * 65}, "stop_word_ids"), ({"logprobs": 21}, "logprobs"), ({"bad_word_ids": [5]}, "bad_words"),
+     ({"bad_word_ids": [[10**6]]}, "bad_words"), ({"logit_bias": [[10**6, 1.0]]}, "logit_bias"), ({"end_id": 10**6}, "end_id"),
      ({"top_p": "x" * 10**7}, "top_p"), ({"end_id": "x"}, "end_id")],
 )  # fmt: skip
 def test_a_bad_request_fails_alone(executor: Executor, params: dict[str, object], named: str) -> None:
@@ -124,6 +127,90 @@ def test_stop_words_given_as_ids_match_across_tokens(executor: Executor) -> None
     assert text.startswith(shown) and len(shown) < len(text)
 
 
+def test_log_probabilities_and_bad_words_travel(executor: Executor) -> None:
+    with executor.client() as client:
+        plain = submit(client, logprobs=2)[1]
+        plain.wait()
+        ids, logprobs = ([v for o in plain.outputs for v in getattr(o, name)] for name in ("token_ids", "logprobs"))
+        assert [top[0] for _, top in logprobs] == [[t, p] for t, (p, _) in zip(ids, logprobs, strict=True)], "greedy: each is the best"
+        assert all(top[1][1] <= own <= 0 for own, top in logprobs)
+        _, bad = submit(client, bad_word_ids=[[ids[0]], ids[:2]], logit_bias=[[7, 1000.0]], logprobs=0)
+        bad.wait()
+        assert [t for o in bad.outputs for t in o.token_ids] == [7] * 8
+        assert [v for o in bad.outputs for v in o.logprobs] == [[0.0, []]] * 8
+
+
+LOGPROBS = b'{"v":2,"op":"output","id":1,"token_ids":[1],"text":"","finished":false,"logprobs":%s}'
+
+
+@pytest.mark.parametrize(
+    "value", [b"[1]", b"[[-1.0]]", b"[[NaN,[]]]", b"[[-1.0,[[1,1e999]]]]", b"[[-1.0,[]],[-1.0,[]]]", b"[[-1.0,[[0.5,-1.0]]]]"]
+)
+def test_log_probabilities_of_another_form_are_refused(value: bytes) -> None:
+    assert protocol.decode_answer(LOGPROBS % b"[[-1.0,[[3,-1.0]]]]").logprobs == [[-1.0, [[3, -1.0]]]]
+    with pytest.raises(protocol.ProtocolError, match="logprobs"):
+        protocol.decode_answer(LOGPROBS % value)
+
+
+def test_logits_travel_in_parts(executor: Executor) -> None:
+    """Every frame keeps to the limit, and the parts are the whole, in order: the same as of the prompts' ends alone."""
+    prompt = list(range(1000, 1300))
+    with executor.client() as client:
+        asked = submit(client, prompt, return_context_logits=True, return_generation_logits=True, stop=["never there"])[1]
+        asked.wait()
+        parts = [o.context_logits for o in asked.outputs if o.context_logits is not None]
+        generated = np.concatenate([o.generation_logits for o in asked.outputs if o.generation_logits is not None])
+        short = submit(client, prompt[:200], return_context_logits=True, max_tokens=1)[1]
+        short.wait()
+    whole = np.concatenate(parts)
+    tokens = [t for o in asked.outputs for t in o.token_ids]
+    assert whole.shape == (300, 49152) and generated.shape == (8, 49152) and generated.argmax(axis=1).tolist() == tokens
+    assert len(parts) > 3 and max(p.nbytes for p in parts) <= protocol.MAX_ARRAY_BYTES
+    assert np.array_equal(np.concatenate([o.context_logits for o in short.outputs if o.context_logits is not None]), whole[:200])
+    first_token = next(i for i, o in enumerate(asked.outputs) if o.token_ids)
+    assert all(o.context_logits is None for o in asked.outputs[first_token:])
+
+
+@pytest.mark.parametrize("tokens", [1, 100, 400])
+def test_an_output_of_any_length_fits_its_frames(tokens: int) -> None:
+    logits = np.arange(tokens * 50_000, dtype=np.float32).reshape(tokens, 50_000)
+    output = RequestOutput(3, [1] * tokens, "text", context_logits=logits, generation_logits=-logits, finished=True, finish_reason="stop")
+    answers = [protocol.decode_answer(protocol.encode(a)) for a in server._answers(5, output)]
+    assert [a.finished for a in answers] == [False] * (len(answers) - 1) + [True] and {a.id for a in answers} == {5}
+    assert answers[-1].text == "text" and answers[-1].token_ids == [1] * tokens
+    for name, expected in (("context_logits", logits), ("generation_logits", -logits)):
+        assert np.array_equal(np.concatenate([v for a in answers if (v := getattr(a, name)) is not None]), expected)
+
+
+HEAD = '{"v":2,"op":"output","id":1,"token_ids":[],"text":"","finished":false,"logprobs":[],"arrays":%s}\n'
+
+
+@pytest.mark.parametrize(
+    ("arrays", "size"),
+    [("[]", 4), ('[["context_logits","float32",[1,2]]]', 4), ('[["context_logits","float32",[1,2]]]', 12), ("7", 8),
+     ('[["context_logits","float64",[1,1]]]', 8), ('[["stats","float32",[1,2]]]', 8), ('[["context_logits","float32",[2]]]', 8),
+     ('[["context_logits","float32",[-1,-2]]]', 8), ('[["context_logits","float32",[1.0,2]]]', 8), ('[[["x"],"float32",[1,2]]]', 8),
+     ('[["context_logits","float32",[1,1]],["context_logits","float32",[1,1]]]', 8), ('[["context_logits","float32"]]', 8),
+     ('[["context_logits","float32",[99999999,99999999]]]', 8), ('[["context_logits","float32",[0,2]]]', 0)],
+)  # fmt: skip
+def test_arrays_of_another_form_are_refused(arrays: str, size: int) -> None:
+    good = protocol.decode_answer((HEAD % '[["context_logits","float32",[1,2]]]').encode() + np.array([1, 2], "<f4").tobytes())
+    assert good.context_logits.tolist() == [[1.0, 2.0]]
+    with pytest.raises(protocol.ProtocolError, match="arrays"):
+        protocol.decode_answer((HEAD % arrays).encode() + bytes(size))
+
+
+def test_a_guide_travels(executor: Executor) -> None:
+    with executor.client() as client:
+        bad = [
+            submit(client, guide=g)[1]
+            for g in ({"kind": "regex", "text": "("}, {"kind": "x"}, "json", {"text": "a"}, {"kind": "json", "more": 1})
+        ]
+        good = submit(client, guide={"kind": "choice", "text": '["violet"]'}, ignore_eos=False)[1]
+        assert all(b.wait().code == protocol.INVALID and "guide" in b.wait().error for b in bad)
+        assert good.wait().finish_reason == "stop" and "".join(o.text for o in good.outputs) == "violet"
+
+
 def test_cancel(executor: Executor) -> None:
     with executor.client() as client:
         number, collector = submit(client, max_tokens=900)
@@ -148,8 +235,8 @@ def test_a_client_that_dies_gives_its_pages_back(executor: Executor) -> None:
 
 
 @pytest.mark.parametrize(
-    "frame", [b"\xff", b"[]", b'{"v":2,"op":"ping","id":1}', b'{"v":1,"op":"ping","id":-1}', b'{"v":1,"op":"steal","id":1}',
-              b'{"v":1,"op":"submit","id":1,"prompt":[1.5],"params":{}}', b"[" * 100_000],
+    "frame", [b"\xff", b"[]", b'{"v":1,"op":"ping","id":1}', b'{"v":2,"op":"ping","id":-1}', b'{"v":2,"op":"steal","id":1}',
+              b'{"v":2,"op":"submit","id":1,"prompt":[1.5],"params":{}}', b"[" * 100_000],
 )  # fmt: skip
 def test_a_bad_frame_drops_only_its_sender(executor: Executor, frame: bytes) -> None:
     with executor.client() as bystander:

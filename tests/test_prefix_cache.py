@@ -105,6 +105,19 @@ def test_what_was_generated_is_reused_too(llm: LLM, prose_ids: list[int]) -> Non
     assert result.token_ids == ask(llm, turn, replace(SIX, use_cache=False)).token_ids
 
 
+def test_what_sparse_steps_computed_is_not_reused(llm: LLM, prose_ids: list[int]) -> None:
+    """They attend to fewer tokens than a prompt's prefill does: from one layer on, keys and values are others."""
+    prompt = prose_ids[21_000:21_200]
+    answer = ask(llm, prompt, SamplingParams(max_tokens=60, ignore_eos=True))
+    assert answer.stats["sparse_steps"] > 50
+    turn = prompt + answer.token_ids + prose_ids[:9]
+    scored = replace(SIX, logprobs=0)
+    result = ask(llm, turn, scored)
+    assert reused(result) == 200 // 16
+    fresh = ask(llm, turn, replace(scored, use_cache=False))
+    assert [(s.token_id, s.logprob) for s in result.logprobs] == [(s.token_id, s.logprob) for s in fresh.logprobs]
+
+
 def test_a_prompt_that_yields_one_token_leaves_all_its_blocks(llm: LLM, prose_ids: list[int]) -> None:
     """No step comes after the one that completes them."""
     prompt = prose_ids[12_000:12_100]

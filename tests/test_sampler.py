@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 
@@ -13,18 +14,21 @@ from hypothesis import strategies as st
 
 from oasiskv import _core
 from oasiskv.engine import candidates, sampler
-from oasiskv.engine.sampler import Sampled, Sampler, SampleRow
+from oasiskv.engine.sampler import Sampled, Sampler, SampleRow, Unsampled
 from oasiskv.engine.sampling import SamplingParams
 from oasiskv.engine.sequence import Sequence
+from oasiskv.errors import RequestError
 from reference import sampler as slow
 
 VOCAB = 12
 EOS = 3
 
 
-def reference(logits: list[float], row: SampleRow) -> tuple[int, list[float]]:
-    """(token, log-probabilities after penalties) of one row, in plain Python."""
+def reference(logits: list[float], row: SampleRow) -> tuple[int, list[float]] | None:
+    """(token, log-probabilities after penalties and masks) of one row, in plain Python; None where every token is masked."""
     p, x = row.params, [float(v) for v in logits]
+    for t, bias in p.logit_bias:
+        x[t] += bias
     output_ids = row.token_ids[row.prompt_tokens :]
     for t in set(row.token_ids):
         x[t] = x[t] / p.repetition_penalty if x[t] > 0 else x[t] * p.repetition_penalty
@@ -33,7 +37,12 @@ def reference(logits: list[float], row: SampleRow) -> tuple[int, list[float]]:
     if len(output_ids) < p.min_tokens:
         for t in {EOS, *p.stop_token_ids}:
             x[t] = -math.inf
+    for *before, last in p.bad_words:
+        if row.token_ids[len(row.token_ids) - len(before) :] == before:
+            x[last] = -math.inf
     peak = max(x)
+    if peak == -math.inf:
+        return None
     norm = peak + math.log(sum(math.exp(v - peak) for v in x))
     logprobs = [v - norm for v in x]
     if p.temperature == 0:
@@ -58,7 +67,9 @@ def reference(logits: list[float], row: SampleRow) -> tuple[int, list[float]]:
     return kept[-1][0], logprobs
 
 
-ids = st.lists(st.integers(0, VOCAB - 1), max_size=6)
+tokens = st.integers(0, VOCAB - 1)
+ids = st.lists(tokens, max_size=6)
+bad_words = st.lists(st.lists(tokens, min_size=1, max_size=3).map(tuple), max_size=40).map(tuple)
 logit_rows = st.lists(st.sampled_from([-4.0, -1.5, -0.25, 0.0, 0.5, 1.0, 1.0, 2.75, 6.0]), min_size=VOCAB, max_size=VOCAB)
 
 
@@ -76,6 +87,8 @@ def rows(draw):
         stop_token_ids=draw(st.sampled_from([(), (5,)])),
         min_tokens=draw(st.sampled_from([0, 4])),
         logprobs=draw(st.sampled_from([None, 0, 4])),
+        bad_words=draw(st.sampled_from([(), tuple((t,) for t in range(VOCAB)), tuple((t,) for t in range(9))]) | bad_words),
+        logit_bias=draw(st.just(()) | st.lists(st.tuples(tokens, st.sampled_from([-3e38, -7.5, 0.0, 2.5, 40])), unique_by=lambda p: p[0])),
     )
     prompt, output = draw(ids), draw(ids)
     return SampleRow(params, prompt + output, len(prompt))
@@ -86,13 +99,17 @@ def rows(draw):
 def test_matches_reference_in_any_batch(batch):
     sampled = Sampler([EOS]).sample(torch.tensor([x for x, _ in batch]), [r for _, r in batch])
     for (x, row), got in zip(batch, sampled, strict=True):
-        token, logprobs = reference(x, row)
+        expected = reference(x, row)
+        if expected is None:
+            assert isinstance(got, Unsampled) and "no token" in got.error
+            continue
+        token, logprobs = expected
         assert got.token_id == token
         if row.params.logprobs is None:
             assert got.logprob is None
             continue
         assert got.logprob == pytest.approx(logprobs[token], abs=1e-9)
-        best = sorted(range(VOCAB), key=lambda t: (-logprobs[t], t))[: row.params.logprobs]
+        best = [t for t in sorted(range(VOCAB), key=lambda t: (-logprobs[t], t)) if logprobs[t] > -math.inf][: row.params.logprobs]
         assert [t for t, _ in got.top_logprobs] == best
         assert [q for _, q in got.top_logprobs] == pytest.approx([logprobs[t] for t in best], abs=1e-9)
 
@@ -101,6 +118,29 @@ def test_lowest_id_wins_a_tie():
     logits = torch.tensor([[0.0, 2.0, 2.0, 2.0] + [0.0] * 8])
     for params in (SamplingParams(), SamplingParams(logprobs=1), SamplingParams(temperature=1.0, top_k=1)):
         assert Sampler([]).sample(logits, [SampleRow(params, [0], 1)])[0].token_id == 1
+
+
+def test_a_row_that_cannot_be_sampled_leaves_the_others_alone() -> None:
+    """Whether nothing may come or something unforeseen happens."""
+    good, none = SamplingParams(logprobs=1), SamplingParams(bad_words=tuple((t,) for t in range(VOCAB)))
+    beyond = SamplingParams(logit_bias=((VOCAB, 1.0),))  # Engine.check refuses it
+    rows = [SampleRow(p, [1, 2], 1) for p in (good, none, beyond, good)]
+    logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(1))
+    got = Sampler([EOS]).sample(logits, rows)
+    assert [got[0], got[3]] == [Sampler([EOS]).sample(logits[i : i + 1], rows[i : i + 1])[0] for i in (0, 3)]
+    assert "no token can be sampled" in got[1].error and "IndexError" in got[2].error
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [({"bad_words": [[]]}, "bad_words"), ({"bad_words": [[-1]]}, "bad_words"), ({"bad_words": [1]}, "bad_words"),
+     ({"bad_words": [[1]] * 1025}, "bad_words"), ({"bad_words": [[1] * 65]}, "bad_words"), ({"bad_words": "x"}, "bad_words"),
+     ({"logit_bias": {1: 2.0}}, "logit_bias"), ({"logit_bias": [[1, math.nan]]}, "logit_bias"), ({"logit_bias": [[1, 1e39]]}, "logit_bias"),
+     ({"logit_bias": [[1, 1], [1, 2]]}, "logit_bias"), ({"logit_bias": [["1", 1]]}, "logit_bias"), ({"logit_bias": [[1]]}, "logit_bias")],
+)  # fmt: skip
+def test_what_sampling_refuses(options: dict, named: str) -> None:
+    with pytest.raises(RequestError, match=named):
+        SamplingParams(**options)
 
 
 def test_frequencies_follow_the_distribution():
@@ -168,8 +208,13 @@ def wide_rows(draw):
         logprobs=draw(st.sampled_from([None, 0, 1, 5, 20])),
     )
     prompt, output = draw(st.sampled_from([1, 3, 50, 3000])), draw(st.sampled_from([0, 1, 2, 40]))
-    token_ids = np.minimum(rng.zipf(1.2, prompt + output), vocab) - 1  # some often, some once
-    return logits, SampleRow(params, token_ids.tolist(), prompt)
+    token_ids = (np.minimum(rng.zipf(1.2, prompt + output), vocab) - 1).tolist()  # some often, some once
+    if vocab > 2 and draw(st.booleans()):
+        best, biased = int(logits.argmax()), rng.permutation(vocab)[:20].tolist()
+        words = ((best,), (*token_ids[-3:], best), (*token_ids[-2:], biased[0]), (vocab - 1, best, biased[1]))
+        pairs = tuple((t, float(rng.standard_normal() * 10)) for t in biased)
+        params = dataclasses.replace(params, bad_words=words[draw(st.integers(0, 3)) :], logit_bias=pairs)
+    return logits, SampleRow(params, token_ids, prompt)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["as it is", "in small rounds"])
@@ -192,6 +237,9 @@ def test_same_as_the_whole_vocabulary_in_order(rounds: None, case: tuple[np.ndar
     got = Sampler(eos_ids).sample(torch.from_numpy(logits)[None], [row])[0]
     assert np.array_equal(logits, kept)
     x = slow.adjusted(logits, row, eos_ids)
+    if x.max() == -np.inf:
+        assert isinstance(got, Unsampled)
+        return
     if p.temperature == 0:
         assert got.token_id == int(x.argmax())
     else:
@@ -288,7 +336,7 @@ def test_few_candidates_are_sorted() -> None:
 def test_a_row_that_lasts_counts_what_was_taken_since(prompt: list[int], taken: list[list[int]], logits: list[float]) -> None:
     """Tokens come singly, as accepted drafts do several at a time, or not at all between two samplings."""
     params = SamplingParams(repetition_penalty=1.7, presence_penalty=0.9, frequency_penalty=0.4, logprobs=12)
-    sequence = Sequence(1, prompt, params, None, frozenset(), 0.0)
+    sequence = Sequence(1, prompt, params, None, frozenset(), 0)
     for tokens in [[], *taken]:
         for token in tokens:
             sequence.take(Sampled(token))

@@ -18,8 +18,10 @@ def philox(p: SamplingParams, row: SampleRow) -> float:
 
 
 def adjusted(logits: np.ndarray, row: SampleRow, eos_ids: list[int]) -> np.ndarray:
-    """Logits [vocab] after penalties and with what may not come yet masked, in float64."""
+    """Logits [vocab] after bias and penalties, and with what may not come masked, in float64."""
     p, x = row.params, logits.astype(np.float64)
+    for token, bias in p.logit_bias:
+        x[token] += bias
     if p.repetition_penalty != 1:
         seen = np.unique(np.array(row.token_ids, dtype=np.int64))
         with np.errstate(over="ignore"):
@@ -30,6 +32,10 @@ def adjusted(logits: np.ndarray, row: SampleRow, eos_ids: list[int]) -> np.ndarr
     x = np.clip(x, -_LIMIT, _LIMIT)
     if row.generated < p.min_tokens:
         x[[t for t in (*eos_ids, *p.stop_token_ids) if t < len(x)]] = -np.inf
+    for token in range(len(x)):
+        followed = [*row.token_ids, token]
+        if any(followed[-len(word) :] == list(word) for word in p.bad_words):
+            x[token] = -np.inf
     return x
 
 
@@ -62,7 +68,7 @@ def candidates(x: np.ndarray, p: SamplingParams) -> tuple[np.ndarray, np.ndarray
 def logprobs_of(x: np.ndarray, token: int, count: int) -> Sampled:
     logprobs = x - x.max()
     logprobs -= np.log(np.exp(logprobs).sum())
-    top = np.lexsort((np.arange(len(x)), -x))[:count]
+    top = [t for t in np.lexsort((np.arange(len(x)), -x))[:count] if x[t] > -np.inf]
     return Sampled(token, float(logprobs[token]), [(int(t), float(logprobs[t])) for t in top])
 
 

@@ -44,13 +44,13 @@ bool SequenceKv::reserve(int64_t blocks, const std::vector<BlockName>& names, in
   pools_.host.take(own, host_);
   names_ = names;
   settled = stats.kv_blocks = stats.kv_blocks_reused = reused;
-  committed = reused * kBlockTokens;
+  committed = exact = reused * kBlockTokens;
   row_ = pools_.rows.take();
   return pools_.summary.take_all(max_summary_pages_, summary_pages_);
 }
 
 void SequenceKv::keep(int64_t from, int64_t to) {
-  to = std::min(to, named_blocks());
+  to = std::min({to, named_blocks(), exact / kBlockTokens});
   if (static_cast<int64_t>(kept_.size()) < to) kept_.resize(to);
   for (int64_t b = from; b < to; ++b)
     if (!kept_[b]) kept_[b] = pools_.host.keep(names_[b], units(b));

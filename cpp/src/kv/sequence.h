@@ -43,8 +43,8 @@ class SequenceKv {
   // Names of more of its complete blocks than it had.
   void name_more(std::vector<BlockName> names) { names_ = std::move(names); }
   int64_t named_blocks() const { return static_cast<int64_t>(names_.size()); }
-  // Blocks [from, to), as far as they have names, are final in their host units or will be before
-  // anything that comes later: whoever has the same names may use them.
+  // Blocks [from, to), as far as they have names and are exact, are final in their host units or
+  // will be before anything that comes later: whoever has the same names may use them.
   void keep(int64_t from, int64_t to);
   // Nobody may use its blocks any more who does not yet; it keeps no more of them.
   void forget();
@@ -78,7 +78,10 @@ class SequenceKv {
   bool take_pages_back();            // false: there are too few, nothing changed
 
   int64_t committed = 0;  // tokens whose KV exists and stays
-  int64_t settled = 0;    // complete blocks that are summarised and queued for the host
+  // Of these, the first ones that were computed by attention over all tokens. Only their blocks are
+  // kept: whoever computes the others in its prompt gets other values than sparse steps do.
+  int64_t exact = 0;
+  int64_t settled = 0;  // complete blocks that are summarised and queued for the host
   SequenceStats stats;
   std::pair<SequenceStats, int64_t>
       stats_before;  // before its last decode step, and which that was

@@ -88,7 +88,7 @@ void Scheduler::forget(RequestId id) {
 void Scheduler::keep_blocks(Request& r, std::vector<BlockName> names) {
   SequenceKv& seq = *r.seq;
   if (static_cast<int64_t>(names.size()) > seq.named_blocks()) seq.name_more(std::move(names));
-  int64_t complete = std::min(seq.complete_blocks(), seq.named_blocks());
+  int64_t complete = std::min(seq.exact / kBlockTokens, seq.named_blocks());
   if (complete > seq.settled && r.running()) {
     try {
       backend_.save(seq);
@@ -310,6 +310,8 @@ void Scheduler::commit(const StepPlan& plan, const std::map<RequestId, int>& new
     r.seq->settled = g.settle_to;
     r.seq->keep(g.settle_from, g.settle_to);
     r.seq->committed += g.kind == RowKind::kPrefill ? g.rows : yielded;
+    if (g.kind != RowKind::kSparse || g.settle_to <= config_.top_k_blocks)
+      r.seq->exact = r.seq->committed;
     if (g.kind != RowKind::kPrefill) r.seq->stats_before = {r.seq->stats, plan.step};
     r.seq->stats.kv_blocks = blocks_for(r.seq->committed);
     if (g.kind == RowKind::kPrefill) {

@@ -12,7 +12,7 @@ import logging
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,19 +21,21 @@ from oasiskv.checkpoint import ModelConfig
 from oasiskv.config import EngineConfig
 from oasiskv.draft import DraftRequest, make_drafter
 from oasiskv.engine.cuda_runner import CudaRunner, require_cuda
+from oasiskv.engine.guide import Guides, RowGuide
 from oasiskv.engine.loaded import LoadedModel, load_model
 from oasiskv.engine.machine import check_pools_fit, usable_cpus
 from oasiskv.engine.metrics import EngineMetrics
 from oasiskv.engine.prefix import BlockNames
+from oasiskv.engine.request_check import check_request
 from oasiskv.engine.runner import CpuRunner, Runner
-from oasiskv.engine.sampler import Sampled, Sampler
+from oasiskv.engine.sampler import Sampled, Sampler, Unsampled
 from oasiskv.engine.sampling import SamplingParams
 from oasiskv.engine.sequence import RequestOutput, Sequence
-from oasiskv.errors import CapacityError, ConfigError, EngineError, RequestError
+from oasiskv.errors import CapacityError, ConfigError, EngineError
 from oasiskv.tokenizer import IncrementalDetokenizer
 
 _GIB = 1024**3
-_NOT_FINITE = "the model returned logits that are not finite"
+_NOT_FINITE = Unsampled("the model returned logits that are not finite")
 _log = logging.getLogger(__name__)
 
 
@@ -74,6 +76,14 @@ def core_config(config: EngineConfig, model: ModelConfig) -> _core.CoreConfig:
     return c
 
 
+class _ContextRows(NamedTuple):
+    """Rows of a step that are a prompt whose logits a request wants."""
+
+    request_id: int
+    first: int
+    count: int
+
+
 @dataclass
 class _Launched:
     """A step whose tokens are not read yet: the requests that get one, and those that were planned with drafts, in the runner's order."""
@@ -81,20 +91,24 @@ class _Launched:
     step: int
     sampling: list[int]
     drafting: list[int]
+    context: list[_ContextRows]
 
 
 @dataclass
 class _Taken:
     """Requests that have taken a step's tokens, whose text is not read yet; statistics of those that ended by them, which the core has
-    forgotten already; and the outputs of those that failed."""
+    forgotten already; the outputs of those that failed; and those of prompts' logits."""
 
     sequences: list[Sequence]
     stats: dict[int, dict[str, Any]]
     errors: list[RequestOutput]
+    context: list[RequestOutput]
 
 
 class Engine:
-    """Owns the model, the core and every request's tokens. Driven by one thread; only `check` and `next_id` are safe from others."""
+    """Owns the model, the core and every request's tokens. Driven by one thread; `check`, `start_guide` and `next_id` are safe from
+    others.
+    """
 
     def __init__(
         self,
@@ -118,6 +132,7 @@ class Engine:
         self._drafter = make_drafter(config.drafter, self.tokenizer)
         self._on_host = sampler is not None  # that sampler sees every token
         self._sampler = sampler or Sampler(self.tokenizer.eos_ids)
+        self._guides = Guides(self.tokenizer, model.config.vocab_size)
         self._sequences: dict[int, Sequence] = {}
         self._block_names: dict[int, BlockNames] = {}  # of requests that may use the prefix cache
         self._launched: deque[_Launched] = deque()  # oldest first; two while the tokens of one are waited for
@@ -129,30 +144,42 @@ class Engine:
 
     def check(self, prompt_ids: list[int], params: SamplingParams) -> None:
         """Raise RequestError or CapacityError for what can never run here."""
-        if not prompt_ids:
-            raise RequestError("the prompt is empty: give at least one token")
-        vocab = self.model_config.vocab_size
-        for token in prompt_ids:
-            if not isinstance(token, int) or not 0 <= token < vocab:
-                raise RequestError(f"prompt token id {token!r}: must be an integer in 0..{vocab - 1}, as the vocabulary is")
+        check_request(prompt_ids, params, self.model_config.vocab_size)
         try:
             self._core.check(len(prompt_ids), params.max_tokens)
         except ValueError as error:
             raise CapacityError(str(error)) from None
+        self.start_guide(prompt_ids, params)
+
+    def start_guide(self, prompt_ids: list[int], params: SamplingParams) -> RowGuide | None:
+        """What follows the request's guide, None without one; compiling takes milliseconds, up to seconds. Raises RequestError."""
+        if params.guide is None:
+            return None
+        return self._guides.start(params.guide, params.end_ids(self.tokenizer.eos_ids), len(prompt_ids))
 
     def next_id(self) -> int:
         return next(self._ids)
 
-    def add(self, request_id: int, prompt_ids: list[int], params: SamplingParams, submitted: float | None = None) -> None:
-        """Queue a checked request; `submitted`: time.perf_counter() when its client asked, now if left out."""
-        cached = self.config.enable_prefix_caching and params.use_cache
+    def add(
+        self,
+        request_id: int,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        arrival_ns: int | None = None,
+        guide: RowGuide | None = None,
+    ) -> None:
+        """Queue a checked request; `arrival_ns`: time.monotonic_ns() when its client asked, now if left out; `guide`: from start_guide,
+        made here if left out.
+        """
+        guide = guide or self.start_guide(prompt_ids, params)
+        cached = self.config.enable_prefix_caching and params.use_cache and not params.return_context_logits
         block_names = BlockNames(params.cache_salt) if cached else None
         self._core.submit(request_id, len(prompt_ids), params.max_tokens, block_names.of(prompt_ids) if block_names else b"")
         if block_names:
             self._block_names[request_id] = block_names
         detokenizer, eos_ids = IncrementalDetokenizer(self.tokenizer), self.tokenizer.eos_ids
-        submitted = time.perf_counter() if submitted is None else submitted
-        self._sequences[request_id] = Sequence(request_id, prompt_ids, params, detokenizer, eos_ids, submitted)
+        arrival_ns = time.monotonic_ns() if arrival_ns is None else arrival_ns
+        self._sequences[request_id] = Sequence(request_id, prompt_ids, params, detokenizer, eos_ids, arrival_ns, guide)
 
     def stop(self, request_id: int, reason: str, error: str | None = None, spoiled: bool = False) -> RequestOutput | None:
         """End a request from outside, in any state; None if it is not known (any more). `spoiled`: its blocks leave the prefix cache."""
@@ -233,7 +260,7 @@ class Engine:
             return False
 
     def _launch_next(self) -> bool:
-        groups = self._core.plan(dict(self._core.begin_step()))
+        groups = self._plan(dict(self._core.begin_step()))
         if not groups:
             return False
         try:
@@ -242,7 +269,8 @@ class Engine:
             self._core.commit(dict.fromkeys(sampling, 1))
         finally:
             self._core.abort_step()  # does nothing once the step is committed
-        self._launched.append(_Launched(self._core.last_step, sampling, [g.id for g in groups if g.drafts]))
+        drafting = [g.id for g in groups if g.drafts]
+        self._launched.append(_Launched(self._core.last_step, sampling, drafting, self._context_rows(groups)))
         return True
 
     def _collect(self) -> _Taken:
@@ -250,15 +278,14 @@ class Engine:
         launched, sequences = self._launched[0], self._sequences
         tokens = self._runner.results(launched.step, len(launched.sampling))
         drafts_used = self._runner.drafts_used(launched.step, len(launched.drafting))
-        sampled: dict[int, Sampled] = {}
-        broken: list[int] = []
+        sampled: dict[int, Sampled | Unsampled] = {}
         on_host: dict[int, Sequence] = {}  # by logits row
         for row, (i, token) in enumerate(zip(launched.sampling, tokens, strict=True)):
             sequence = sequences.get(i)
             if sequence is None:  # it has ended since
                 continue
             if token < 0:
-                broken.append(i)
+                sampled[i] = _NOT_FINITE
             elif sequence.params.sampled_on_host:
                 on_host[row] = sequence
             else:
@@ -267,26 +294,56 @@ class Engine:
             requests = list(on_host.values())
             logits = self._runner.logits_rows(list(on_host), requests)
             sampled.update(zip([s.id for s in requests], self._sampler.sample(logits, [s.row for s in requests]), strict=True))
+        context = self._read_context(launched.context)
         self._launched.popleft()
         for i, used in zip(launched.drafting, drafts_used, strict=True):
             if i in sequences:
                 sequences[i].drafted += used
-        taken = {i: sequences[i] for i in launched.sampling if i in sampled}
-        for i, sequence in taken.items():
-            sequence.take(sampled[i])
-        return self._end_finished(taken, broken, launched.step)
+        taken: dict[int, Sequence] = {}
+        failed: dict[int, str] = {}
+        for i in launched.sampling:
+            self._take(i, sampled.get(i), taken, failed)
+        return self._end_finished(taken, failed, context, launched.step)
+
+    def _take(self, request_id: int, token: Sampled | Unsampled | None, taken: dict[int, Sequence], failed: dict[int, str]) -> None:
+        """Sort a request into `taken` with its token, or into `failed`; nothing for one that has ended since."""
+        if isinstance(token, Unsampled):
+            failed[request_id] = token.error
+        elif token is not None:
+            taken[request_id] = self._sequences[request_id]
+            taken[request_id].take(token)
 
     def _whole_step(self) -> list[RequestOutput]:
         drafts = self._propose()
-        groups = self._core.plan({i: len(d) for i, d in drafts.items()})
+        groups = self._plan({i: len(d) for i, d in drafts.items()})
         if not groups:
             return []
         try:
-            outputs = self._finish_step(groups, drafts, self._runner.logits(groups, drafts, self._sequences))
+            logits = self._runner.logits(groups, drafts, self._sequences)
+            outputs = self._finish_step(groups, drafts, logits, self._read_context(self._context_rows(groups)))
         finally:
             self._core.abort_step()  # does nothing once the step is committed
         self._tell_progress([g.id for g in groups if g.logits_rows])
         return outputs
+
+    def _plan(self, drafts: dict[int, int]) -> list[_core.RowGroup]:
+        groups = self._core.plan(drafts)
+        for g in groups:
+            self._sequences[g.id].scheduled()
+        return groups
+
+    def _context_rows(self, groups: list[_core.RowGroup]) -> list[_ContextRows]:
+        found, first = [], 0
+        for g in groups:
+            if g.kind == "prefill" and self._sequences[g.id].params.return_context_logits:
+                found.append(_ContextRows(g.id, first, g.rows))
+            first += g.rows
+        return found
+
+    def _read_context(self, rows: list[_ContextRows]) -> list[RequestOutput]:
+        """Of the runner's last step, after all else that is read of it."""
+        wanted = [r for r in rows if r.request_id in self._sequences]
+        return [RequestOutput(r.request_id, context_logits=self._runner.context_logits(r.first, r.count).numpy()) for r in wanted]
 
     def _propose(self) -> dict[int, list[int]]:
         wanted = self._core.begin_step()
@@ -300,10 +357,12 @@ class Engine:
             return {}
         return {r.id: d[: r.count] for r, d in zip(requests, proposals, strict=True) if d}
 
-    def _finish_step(self, groups: list[_core.RowGroup], drafts: dict[int, list[int]], logits: torch.Tensor) -> list[RequestOutput]:
+    def _finish_step(
+        self, groups: list[_core.RowGroup], drafts: dict[int, list[int]], logits: torch.Tensor, context: list[RequestOutput]
+    ) -> list[RequestOutput]:
         yielded: dict[int, int] = {}
         taken: dict[int, Sequence] = {}
-        broken: list[int] = []
+        failed: dict[int, str] = {}
         first_row = 0
         pending: list[tuple[_core.RowGroup, int]] = []  # group, its first logits row
         for g in groups:
@@ -323,15 +382,12 @@ class Engine:
                 break
             further = []
             for (g, row0), token in zip(pending, sampled, strict=True):
-                sequence = self._sequences[g.id]
                 yielded[g.id] = round_ + 1
-                if token is None:
-                    broken.append(g.id)
+                self._take(g.id, token, taken, failed)
+                if g.id in failed:
                     continue
-                taken[g.id] = sequence
-                sequence.take(token)
                 draft = drafts.get(g.id, [])
-                if round_ + 1 < g.logits_rows and not sequence.finish_reason and draft[round_] == token.token_id:
+                if round_ + 1 < g.logits_rows and not taken[g.id].finish_reason and draft[round_] == token.token_id:
                     further.append((g, row0))
             pending = further
             round_ += 1
@@ -340,22 +396,22 @@ class Engine:
                 self._sequences[g.id].drafted += g.drafts
                 self._sequences[g.id].accepted += yielded[g.id] - 1
         self._core.commit(yielded)
-        return self._outputs(self._end_finished(taken, broken))
+        return self._outputs(self._end_finished(taken, failed, context))
 
-    def _sample(self, pending: list[tuple[_core.RowGroup, int]], logits: torch.Tensor) -> list[Sampled | None]:
+    def _sample(self, pending: list[tuple[_core.RowGroup, int]], logits: torch.Tensor) -> list[Sampled | Unsampled]:
         rows = [self._sequences[g.id].row for g, _ in pending]
         good = torch.isfinite(logits).all(dim=1).tolist()
         if all(good):
             return list(self._sampler.sample(logits, rows))
         kept = [i for i, ok in enumerate(good) if ok]
         sampled = iter(self._sampler.sample(logits[kept], [rows[i] for i in kept]) if kept else [])
-        return [next(sampled) if ok else None for ok in good]
+        return [next(sampled) if ok else _NOT_FINITE for ok in good]
 
-    def _end_finished(self, taken: dict[int, Sequence], broken: list[int], step: int = 0) -> _Taken:
-        stats = {i: self._end(sequence, step) for i, sequence in taken.items() if sequence.finish_reason and i not in broken}
-        # What made the logits so may be in the cache: whoever comes with the same prefix computes it anew.
-        errors = [output for i in broken if (output := self.stop(i, "error", _NOT_FINITE, spoiled=True))]
-        return _Taken([sequence for i, sequence in taken.items() if i not in broken], stats, errors)
+    def _end_finished(self, taken: dict[int, Sequence], failed: dict[int, str], context: list[RequestOutput], step: int = 0) -> _Taken:
+        stats = {i: self._end(sequence, step) for i, sequence in taken.items() if sequence.finish_reason and i not in failed}
+        # What made logits not finite may be in the cache: whoever comes with the same prefix computes it anew.
+        errors = [output for i, error in failed.items() if (output := self.stop(i, "error", error, spoiled=error == _NOT_FINITE))]
+        return _Taken([sequence for i, sequence in taken.items() if i not in failed], stats, errors, context)
 
     def _outputs(self, taken: _Taken) -> list[RequestOutput]:
         outputs = []
@@ -366,7 +422,7 @@ class Engine:
                 output.finished, output.finish_reason, output.stats = True, sequence.finish_reason, taken.stats[sequence.id]
             if output.token_ids or output.finished:
                 outputs.append(output)
-        return outputs + taken.errors
+        return taken.context + outputs + taken.errors
 
     def _tell_progress(self, request_ids: list[int], step: int = 0) -> None:
         """Of those that a step gave tokens, now and then: what a long request does is counted before its end."""

@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from oasiskv.config import EngineConfig
 from oasiskv.engine.loop import EngineLoop
 from oasiskv.engine.sampler import Sampled
@@ -21,19 +23,31 @@ Prompt = str | list[int]
 
 @dataclass
 class GenerationResult:
-    """One prompt's whole answer. `finish_reason` is stop, length, cancelled or error (then `error` says why)."""
+    """One prompt's whole answer. `finish_reason` is stop, length, cancelled or error (then `error` says why).
+
+    context_logits, generation_logits: float32 [tokens, vocab] once finished; None if not asked for, or there are none.
+    """
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Sampled] = field(default_factory=list)
+    context_logits: np.ndarray | None = field(default=None, compare=False)
+    generation_logits: np.ndarray | None = field(default=None, compare=False)
     finish_reason: str | None = None
     error: str | None = None
     stats: dict[str, Any] = field(default_factory=dict)
+    _parts: dict[str, list[np.ndarray]] = field(default_factory=dict, repr=False)
 
     def take(self, output: RequestOutput) -> None:
         self.text += output.text
         self.token_ids += output.token_ids
         self.logprobs += output.logprobs
+        for name in ("context_logits", "generation_logits"):
+            part = getattr(output, name)
+            if part is not None:
+                self._parts.setdefault(name, []).append(part)
+            if output.finished and name in self._parts:
+                setattr(self, name, np.concatenate(self._parts.pop(name)))
         if output.finished:
             self.finish_reason, self.error, self.stats = output.finish_reason, output.error, output.stats or {}
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from oasiskv.config import EngineConfig
 from oasiskv.engine.engine import Engine
+from oasiskv.engine.guide import RowGuide
 from oasiskv.engine.metrics import sizes
 from oasiskv.engine.sampling import SamplingParams
 from oasiskv.engine.sequence import RequestOutput
@@ -61,11 +62,16 @@ class EngineLoop:
         if os.getpid() != self._owner:
             raise EngineError("this engine lives in the parent process: make one of its own in the child, or start children by spawn")
         engine = self._open_engine()
-        engine.check(prompt_ids, params)
-        request_id, submitted = engine.next_id(), time.perf_counter()
+        arrival_ns = time.monotonic_ns()
         with self._lock:
-            self._take_place(wait)
-            self._inbox.put(lambda: self._add(request_id, prompt_ids, params, on_output, submitted))
+            self._require_place(wait)  # before a guide is compiled in vain
+        engine.check(prompt_ids, params)
+        guide = engine.start_guide(prompt_ids, params)
+        request_id = engine.next_id()
+        with self._lock:
+            self._require_place(wait)
+            self._queued += 1
+            self._inbox.put(lambda: self._add(request_id, prompt_ids, params, on_output, arrival_ns, guide))
         return request_id
 
     def check(self, prompt_ids: list[int], params: SamplingParams) -> None:
@@ -117,7 +123,7 @@ class EngineLoop:
         self._thread.join()
         self._engine = None
 
-    def _take_place(self, wait: bool) -> None:
+    def _require_place(self, wait: bool) -> None:
         limit = self.config.max_queue_size
         while not self._broken and self._queued >= limit and wait:
             self._lock.wait()
@@ -127,7 +133,6 @@ class EngineLoop:
             raise QueueFullError(
                 f"{self._queued} requests wait and max_queue_size is {limit}: try again later, or start the engine with a larger one"
             )
-        self._queued += 1
 
     def _open_engine(self) -> Engine:
         engine = self._engine
@@ -179,11 +184,19 @@ class EngineLoop:
         except queue.Empty:
             return
 
-    def _add(self, request_id: int, prompt_ids: list[int], params: SamplingParams, on_output: OnOutput, submitted: float) -> None:
+    def _add(
+        self,
+        request_id: int,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        on_output: OnOutput,
+        arrival_ns: int,
+        guide: RowGuide | None,
+    ) -> None:
         self._listeners[request_id] = on_output
         self._waiting[request_id] = None
-        self._metrics.added(request_id, submitted)
-        self._engine.add(request_id, prompt_ids, params, submitted)
+        self._metrics.added(request_id, arrival_ns / 1e9)
+        self._engine.add(request_id, prompt_ids, params, arrival_ns, guide)
 
     def _deliver(self, output: RequestOutput | None) -> None:
         if output is None:

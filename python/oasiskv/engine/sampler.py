@@ -5,6 +5,7 @@ Every request of a step waits for these rows, so nothing here sorts a vocabulary
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -14,12 +15,15 @@ import torch
 
 from oasiskv import _core
 from oasiskv.engine.candidates import best_ids, most_likely
+from oasiskv.engine.guide import GuideError, RowGuide
 from oasiskv.engine.sampling import SamplingParams
 from oasiskv.engine.token_counts import TokenCounts
 
 _LIMIT = 1e300  # an extreme repetition penalty must not overflow
 _FIRST_CANDIDATES, _GROWTH = 64, 8  # most draws look once
 _PIECE = 32768  # values whose float64 stay in the L2 cache
+_NO_TOKEN = "no token can be sampled: what the request asks (min_tokens, bad_words, a guide) forbids every one"
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -29,7 +33,9 @@ class SampleRow:
     params: SamplingParams
     token_ids: list[int]
     prompt_tokens: int
+    guide: RowGuide | None = None
     _counts: TokenCounts | None = field(default=None, init=False, repr=False, compare=False)
+    _bias: tuple[np.ndarray, np.ndarray] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def generated(self) -> int:
@@ -42,14 +48,31 @@ class SampleRow:
         self._counts.update()
         return self._counts
 
+    def bias(self) -> tuple[np.ndarray, np.ndarray]:
+        """(ids int64 [n], values float64 [n]) of logit_bias."""
+        if self._bias is None:
+            pairs = self.params.logit_bias
+            self._bias = np.array([t for t, _ in pairs], dtype=np.int64), np.array([b for _, b in pairs])
+        return self._bias
+
 
 @dataclass(slots=True)
 class Sampled:
-    """logprob and top_logprobs [(id, logprob)] are of the distribution after penalties, before temperature; only if asked for."""
+    """logprob and top_logprobs [(id, logprob)] are of the distribution after bias, penalties and masks, before temperature; only if asked
+    for. Tokens that may not be sampled are no alternatives. logits: float32 [vocab], the model's, if asked for.
+    """
 
     token_id: int
     logprob: float | None = None
     top_logprobs: list[tuple[int, float]] = field(default_factory=list)
+    logits: np.ndarray | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class Unsampled:
+    """Why a row has no token: its request fails, alone."""
+
+    error: str
 
 
 class Sampler:
@@ -59,26 +82,54 @@ class Sampler:
         self._eos_ids = sorted(eos_ids)
         self._copy = np.empty(0)
 
-    def sample(self, logits: torch.Tensor, rows: list[SampleRow]) -> list[Sampled]:
+    def sample(self, logits: torch.Tensor, rows: list[SampleRow]) -> list[Sampled | Unsampled]:
         """logits: float32 [len(rows), vocab], finite."""
-        return [self._sample_row(x, row) for x, row in zip(logits.numpy(), rows, strict=True)]
+        return [self._try_row(x, row) for x, row in zip(logits.numpy(), rows, strict=True)]
 
-    def _sample_row(self, x: np.ndarray, row: SampleRow) -> Sampled:
-        p, masked = row.params, row.generated < row.params.min_tokens
-        if p.penalised or masked:
+    def _try_row(self, x: np.ndarray, row: SampleRow) -> Sampled | Unsampled:
+        try:
+            sampled = self._sample_row(x, row)
+        except GuideError as error:
+            return Unsampled(str(error))
+        except Exception as error:  # one request's fault must not end the others
+            _log.exception("a request's token could not be sampled")
+            return Unsampled(f"sampling failed: {type(error).__name__}: {error}")
+        if row.params.return_generation_logits and isinstance(sampled, Sampled):
+            sampled.logits = x.copy()
+        return sampled
+
+    def _sample_row(self, x: np.ndarray, row: SampleRow) -> Sampled | Unsampled:
+        p, forbidden = row.params, self._forbidden(row)
+        if p.logit_bias or p.penalised or forbidden:
             x = self._in_float64(x)
+            add_bias(x, row)
             penalise(x, row)
-        if masked:
-            x[[t for t in (*self._eos_ids, *p.stop_token_ids) if t < len(x)]] = -np.inf
+        if forbidden:
+            x[[t for t in forbidden if t < len(x)]] = -np.inf
+        ids = None if row.guide is None else row.guide.allowed(row.token_ids)
+        if ids is not None:  # often a few of them: the others are not looked at again
+            x = x[ids].astype(np.float64)
+        if (forbidden or ids is not None) and (len(x) == 0 or x.max() == -np.inf):
+            return Unsampled(_NO_TOKEN)
         token = int(x.argmax()) if p.temperature == 0 else draw(x, p, len(row.token_ids))
         if p.logprobs is None:
-            return Sampled(token)
-        top = best_ids(x, p.logprobs)[: p.logprobs].tolist() if p.logprobs else []
-        x = self._in_float64(x)
+            return Sampled(token if ids is None else int(ids[token]))
+        top = best_ids(x, p.logprobs)[: p.logprobs] if p.logprobs else np.empty(0, np.int64)
+        top = top[x[top] > -np.inf]
+        if ids is None:
+            x = self._in_float64(x)
         x -= x.max()
         shifted = x[[token, *top]]
         logprob, *top_logprobs = (shifted - np.log(np.exp(x, out=x).sum())).tolist()
-        return Sampled(token, logprob, list(zip(top, top_logprobs, strict=True)))
+        if ids is not None:
+            token, top = int(ids[token]), ids[top]
+        return Sampled(token, logprob, list(zip(top.tolist(), top_logprobs, strict=True)))
+
+    def _forbidden(self, row: SampleRow) -> list[int]:
+        """Ids that may not come next."""
+        p = row.params
+        ids = [*self._eos_ids, *p.stop_token_ids] if row.generated < p.min_tokens else []
+        return ids + [word[-1] for word in p.bad_words if _ends_with(row.token_ids, word[:-1])]
 
     def _in_float64(self, x: np.ndarray) -> np.ndarray:
         """A copy to change, or x where it is that. It is the next row's too: fresh memory costs more than what is done with it."""
@@ -87,6 +138,17 @@ class Sampler:
                 self._copy = np.empty(len(x))
             self._copy[:] = x
         return self._copy
+
+
+def _ends_with(token_ids: list[int], end: tuple[int, ...]) -> bool:
+    return not end or (token_ids[-1:] == [end[-1]] and tuple(token_ids[-len(end) :]) == end)
+
+
+def add_bias(x: np.ndarray, row: SampleRow) -> None:
+    """x float64 [vocab], in place."""
+    if row.params.logit_bias:
+        ids, values = row.bias()
+        x[ids] += values
 
 
 def penalise(x: np.ndarray, row: SampleRow) -> None:

@@ -1,20 +1,27 @@
-"""Frames between executor and clients: one JSON object each, checked on arrival because neither side trusts the other.
+"""Frames between executor and clients, checked on arrival because neither side trusts the other.
 
-Requests `{"v": 1, "op": submit|cancel|ping|usage|metrics, "id": n, ...}`; ids are the client's own. Answers: any number of `output`s for a
+A frame is a JSON object in one line. An output may have arrays: it names them, `"arrays": [[name, "float32", [rows, columns]], ...]`, and
+their little-endian bytes follow after a newline.
+
+Requests `{"v": 2, "op": submit|cancel|ping|usage|metrics, "id": n, ...}`; ids are the client's own. Answers: any number of `output`s for a
 submit, the last with `finished`; one `reply` for a ping, usage or metrics; a `fault` before the executor drops a connection.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import reprlib
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import numpy as np
+
 from oasiskv.errors import OasisError
 
-VERSION = 1
+VERSION = 2
 MAX_FRAME_BYTES = 32 << 20  # a prompt of a million tokens is about 8 MB
+MAX_ARRAY_BYTES = 16 << 20  # of one array in a frame
 MAX_ID = 2**63 - 1
 
 INVALID = "invalid"  # the request can never be served
@@ -22,6 +29,9 @@ UNAVAILABLE = "unavailable"  # this executor cannot serve it now
 INTERNAL = "internal"  # the engine failed
 CODES = (INVALID, UNAVAILABLE, INTERNAL)
 REASONS = ("stop", "length", "cancelled", "error")
+
+
+ARRAYS = ("context_logits", "generation_logits")
 
 
 class ProtocolError(OasisError):
@@ -53,7 +63,12 @@ class Ask:
 
 @dataclass(frozen=True)
 class Output:
-    """What a request yielded since its last output; `code` says of which kind an error is."""
+    """What a request yielded since its last output; `code` says of which kind an error is.
+
+    context_logits, generation_logits, if asked for: float32 [tokens, vocab], to be joined over all outputs; they come in parts of at most
+    MAX_ARRAY_BYTES, so not always with the tokens that they belong to.
+    logprobs, if asked for: [logprob, [[id, logprob], ...]] a token, its own and those of the likeliest alternatives.
+    """
 
     id: int
     token_ids: list[int] = field(default_factory=list)
@@ -63,6 +78,13 @@ class Output:
     error: str | None = None
     code: str | None = None
     stats: dict[str, Any] | None = None
+    logprobs: list[list[Any]] = field(default_factory=list)
+    context_logits: np.ndarray | None = field(default=None, compare=False)
+    generation_logits: np.ndarray | None = field(default=None, compare=False)
+
+    @property
+    def array_bytes(self) -> int:
+        return sum(array.nbytes for name in ARRAYS if (array := getattr(self, name)) is not None)
 
 
 @dataclass(frozen=True)
@@ -89,7 +111,12 @@ def encode(message: Request | Answer) -> bytes:
     """A frame. Raises ProtocolError when it would be too large."""
     body = dict(vars(message))  # not asdict, which copies every token id
     op = body.pop("what") if isinstance(message, Ask) else type(message).__name__.lower()
+    arrays = {name: array for name in ARRAYS if (array := body.pop(name, None)) is not None}
+    if arrays:
+        body["arrays"] = [[name, "float32", list(array.shape)] for name, array in arrays.items()]
     frame = json.dumps({"v": VERSION, "op": op, **body}, separators=(",", ":"), ensure_ascii=True).encode()
+    if arrays:
+        frame = b"".join([frame, b"\n", *(np.ascontiguousarray(array, dtype="<f4").data for array in arrays.values())])
     if len(frame) > MAX_FRAME_BYTES:
         raise ProtocolError(f"a {op} frame of {len(frame)} bytes is over the limit of {MAX_FRAME_BYTES}: send a shorter prompt")
     return frame
@@ -115,7 +142,10 @@ def decode_request(frame: bytes) -> Request:
 
 def decode_answer(frame: bytes) -> Answer:
     """Raises ProtocolError."""
-    op, body = _open(frame)
+    end = frame.find(b"\n")
+    head, data = (frame, b"") if end < 0 else (frame[:end], memoryview(frame)[end + 1 :])
+    op, body = _open(head)
+    arrays = _arrays(body.pop("arrays", []), data)
     if op == "fault":
         return Fault(_typed(body, "error", str))
     request_id = _id(body)
@@ -123,18 +153,21 @@ def decode_answer(frame: bytes) -> Answer:
         return Reply(request_id, _typed(body, "value", dict))
     if op != "output":
         raise ProtocolError(f"op = {reprlib.repr(op)}: expected output, reply or fault")
-    unknown = body.keys() - {f.name for f in fields(Output)}
+    unknown = body.keys() - {f.name for f in fields(Output)} | body.keys() & set(ARRAYS)
     if unknown:
         raise ProtocolError(f"output has unknown fields: {', '.join(sorted(unknown))}")
+    token_ids = _ids(body.get("token_ids"), "token_ids")
     output = Output(
         request_id,
-        _ids(body.get("token_ids"), "token_ids"),
+        token_ids,
         _typed(body, "text", str),
         _typed(body, "finished", bool),
         _optional(body, "finish_reason", str),
         _optional(body, "error", str),
         _optional(body, "code", str),
         _optional(body, "stats", dict),
+        _logprobs(body, len(token_ids)),
+        **arrays,
     )
     if output.finished != (output.finish_reason in REASONS):
         raise ProtocolError(f"finished = {output.finished} with finish_reason = {output.finish_reason!r}")
@@ -154,6 +187,26 @@ def _open(frame: bytes) -> tuple[str, dict[str, Any]]:
     if version != VERSION:
         raise ProtocolError(f"protocol version {reprlib.repr(version)}: this side speaks {VERSION}; run both sides from one installation")
     return _typed(body, "op", str), {k: v for k, v in body.items() if k != "op"}
+
+
+def _arrays(declared: Any, data: bytes | memoryview) -> dict[str, np.ndarray]:
+    if not isinstance(declared, list):
+        raise ProtocolError("arrays: must be a list")
+    found: dict[str, np.ndarray] = {}
+    at = 0
+    for entry in declared:
+        name, dtype, shape = entry if isinstance(entry, list) and len(entry) == 3 else (None, None, None)
+        known = name in ARRAYS and name not in found and dtype == "float32" and isinstance(shape, list)
+        if not known or len(shape) != 2 or not all(type(n) is int and 0 < n < 2**31 for n in shape):
+            raise ProtocolError(f"arrays: {reprlib.repr(entry)}: must be [one of {', '.join(ARRAYS)}, float32, [rows, columns]]")
+        count = shape[0] * shape[1]
+        if 4 * count > len(data) - at:
+            raise ProtocolError(f"arrays: {name} of shape {shape} is longer than the frame")
+        found[name] = np.frombuffer(data, "<f4", count, at).reshape(shape).copy()
+        at += 4 * count
+    if at != len(data):
+        raise ProtocolError(f"arrays: {len(data) - at} bytes of the frame belong to none")
+    return found
 
 
 def _typed(body: dict[str, Any], name: str, kind: type) -> Any:
@@ -182,3 +235,22 @@ def _ids(value: Any, name: str) -> list[int]:
     if not isinstance(value, list) or not all(type(t) is int and -(2**31) <= t < 2**31 for t in value):
         raise ProtocolError(f"{name}: must be a list of 32-bit token ids")
     return value
+
+
+def _logprobs(body: dict[str, Any], tokens: int) -> list[list[Any]]:
+    value = _typed(body, "logprobs", list)
+    if value and (len(value) != tokens or not all(_is_logprob(v) for v in value)):
+        raise ProtocolError(f"logprobs: must be [logprob, [[id, logprob], ...]] for each of {tokens} tokens")
+    return value
+
+
+def _is_logprob(value: Any) -> bool:
+    def pair(value: Any) -> bool:
+        return isinstance(value, list) and len(value) == 2
+
+    def number(value: Any) -> bool:
+        return type(value) is float and math.isfinite(value)
+
+    if not pair(value) or not number(value[0]) or not isinstance(value[1], list):
+        return False
+    return all(pair(v) and type(v[0]) is int and number(v[1]) for v in value[1])

@@ -9,10 +9,13 @@ import queue
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from oasiskv.engine.loop import EngineLoop
 from oasiskv.engine.sequence import RequestOutput
@@ -24,6 +27,7 @@ MAX_CLIENTS = 64
 MAX_IN_FLIGHT = 4096  # a client
 _ACCEPT_PAUSE_S = 0.1
 MAX_UNREAD = 16384  # answers a client may leave unread before it is dropped
+MAX_UNREAD_BYTES = 4 << 30  # of their arrays
 _log = logging.getLogger(__name__)
 _REFUSAL_CODES = {
     "invalid": protocol.INVALID,
@@ -126,6 +130,8 @@ class _Client:
         self._lock = threading.Lock()  # guards requests against the engine's thread
         self._gone = False
         self._answers: queue.Queue[protocol.Answer | None] = queue.Queue(MAX_UNREAD)
+        self._unread_bytes = 0
+        self._counting = threading.Lock()  # guards _unread_bytes
         self._writer = threading.Thread(target=self._write, name="oasiskv-writer", daemon=True)
         self._writer.start()
 
@@ -195,6 +201,8 @@ class _Client:
             prompt = (
                 loop.tokenizer.encode(request.prompt, max_tokens=loop.max_seq_len) if isinstance(request.prompt, str) else request.prompt
             )
+            if params.guide is not None:
+                loop.check(prompt, params)  # compiles it before the lock is held, which the engine's thread takes for every output
             # The lock keeps the engine's first output behind the entry in `requests`.
             with self._lock:
                 self.requests[request.id] = loop.submit(prompt, params, lambda o: self._take(request.id, o))
@@ -221,25 +229,56 @@ class _Client:
         if output.finish_reason == "cancelled" and self._server.draining:  # not by its client: it must not pass for a whole answer
             self._put(protocol.failed(request_id, protocol.UNAVAILABLE, "the executor shut down before the request had ended"))
             return
-        code = protocol.INTERNAL if output.finish_reason == "error" else None
-        self._put(
-            protocol.Output(
-                request_id, output.token_ids, output.text, output.finished, output.finish_reason, output.error, code, output.stats
-            )
-        )
+        for answer in _answers(request_id, output):
+            self._put(answer)
 
     def _put(self, answer: protocol.Answer) -> None:
+        if self._count_unread(answer, 1) > MAX_UNREAD_BYTES:
+            _log.warning("a client left %d bytes of logits unread and is dropped", MAX_UNREAD_BYTES)
+            transport.hang_up(self._connection)
+            return
         try:
             self._answers.put_nowait(answer)
         except queue.Full:
             _log.warning("a client left %d answers unread and is dropped", MAX_UNREAD)
             transport.hang_up(self._connection)
 
+    def _count_unread(self, answer: protocol.Answer, sign: int) -> int:
+        if not isinstance(answer, protocol.Output):
+            return 0
+        with self._counting:
+            self._unread_bytes += sign * answer.array_bytes
+            return self._unread_bytes
+
     def _write(self) -> None:
         while (answer := self._answers.get()) is not None:
+            self._count_unread(answer, -1)
             try:
                 self._connection.send_bytes(protocol.encode(answer))
             except (OSError, protocol.ProtocolError) as error:  # it left, or the answer is over the limit of a frame
                 _log.warning("a client is dropped: %s", error)
                 transport.hang_up(self._connection)
                 return
+
+
+def _answers(request_id: int, output: RequestOutput) -> Iterator[protocol.Output]:
+    """Logits in parts that fit a frame, the last of them with all else."""
+    whole = {name: array for name in protocol.ARRAYS if (array := getattr(output, name)) is not None}
+    last: dict[str, np.ndarray] = {}
+    for name, array in whole.items():
+        rows = max(1, protocol.MAX_ARRAY_BYTES // array[0].nbytes)
+        *parts, last[name] = (array[at : at + rows] for at in range(0, len(array), rows))
+        for part in parts:
+            yield protocol.Output(request_id, **{name: part})
+    yield protocol.Output(
+        request_id,
+        output.token_ids,
+        output.text,
+        output.finished,
+        output.finish_reason,
+        output.error,
+        protocol.INTERNAL if output.finish_reason == "error" else None,
+        output.stats,
+        [[s.logprob, [list(pair) for pair in s.top_logprobs]] for s in output.logprobs],
+        **last,
+    )

@@ -146,6 +146,7 @@ class Supervisor:
             "oasis_executor_socket": str(self._runtime.socket),
             "oasis_executor_authkey_file": str(self._runtime.authkey_file),
             "cancellation_check_period_ms": "20",
+            "oasis_metrics_period_ms": "500",
         }
         repo.fill(self._runtime.folder / "models", values)
         self._triton.make_backend_dir(self._runtime.folder / "backends")

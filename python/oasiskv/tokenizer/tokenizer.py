@@ -117,6 +117,10 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return self._backend.get_vocab_size()
 
+    def definition(self) -> str:
+        """It in the form of tokenizer.json."""
+        return self._backend.to_str()
+
     def same_vocabulary(self, other: Tokenizer) -> bool:
         return self._backend.get_vocab() == other._backend.get_vocab()
 

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
+from oasiskv.errors import ConfigError
 from oasiskv.serve.exported import EXPORTED, Exported
 from oasiskv.serve.metrics_poll import MetricsPoller, Seen
 
+_PERIOD, _DEFAULT_PERIOD_MS = "oasis_metrics_period_ms", 500
 _FAILURES_TOLD = 10  # of updates: the log must not fill with one that fails each time
 
 
 class MetricsExporter:
     """Polls from a thread of its own. What came before it was made is not counted: as a Triton that starts, it begins at 0."""
 
-    def __init__(self, socket: str, authkey_file: str, model: str, version: str, period_s: float) -> None:
-        self._labels = {"model": model, "version": version}
-        self._families = [_Family(exported, self._labels) for exported in EXPORTED]
-        self._poller = MetricsPoller(socket, authkey_file)
-        self._period_s = period_s
+    def __init__(self, args: dict[str, str]) -> None:
+        """`args`: of the model's `initialize`. Raises ConfigError."""
+        parameters = {name: value["string_value"] for name, value in json.loads(args["model_config"])["parameters"].items()}
+        self._period_s = _period_s(parameters.get(_PERIOD, ""))
+        labels = {"model": args["model_name"], "version": args["model_version"]}
+        self._families = [_Family(exported, labels) for exported in EXPORTED]
+        self._poller = MetricsPoller(parameters["oasis_executor_socket"], parameters["oasis_executor_authkey_file"])
         self._told = 0
         self._stop = threading.Event()
         self._update()
@@ -45,6 +50,15 @@ class MetricsExporter:
             self._told += 1
             if self._told <= _FAILURES_TOLD:
                 pb_utils.Logger.log_error(f"metrics could not be updated: {type(error).__name__}: {error}")
+
+
+def _period_s(text: str) -> float:
+    """Of the parameter's text: empty, or left as the template's placeholder, is the default. Raises ConfigError."""
+    if not text or text.startswith("${"):
+        return _DEFAULT_PERIOD_MS / 1e3
+    if not text.isascii() or not text.isdigit() or not 10 <= int(text) <= 60_000:
+        raise ConfigError(f"parameter {_PERIOD} = {text!r}: must be an integer in 10..60000")
+    return int(text) / 1e3
 
 
 class _Family:

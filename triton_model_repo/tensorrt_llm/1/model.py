@@ -14,6 +14,8 @@ from oasiskv.executor import protocol
 from oasiskv.executor.client import ExecutorClient
 from oasiskv.serve import contract
 
+from .metrics import MetricsExporter
+
 # By name: the stub adds its classes to pb_utils only after it has imported this file.
 _CODES = {protocol.INVALID: "INVALID_ARG", protocol.UNAVAILABLE: "UNAVAILABLE", protocol.INTERNAL: "INTERNAL"}
 _FINAL = 1  # TRITONSERVER_RESPONSE_COMPLETE_FINAL
@@ -82,6 +84,7 @@ class TritonPythonModel:
         self._streams: set[_Stream] = set()
         self._lock = threading.Lock()  # guards _streams
         self._stop = threading.Event()
+        self._metrics = MetricsExporter(args)
         self._watcher = threading.Thread(target=self._watch, name="oasiskv-watch", daemon=True)
         self._watcher.start()
 
@@ -98,6 +101,7 @@ class TritonPythonModel:
     def finalize(self) -> None:
         self._stop.set()
         self._watcher.join()
+        self._metrics.close()
         self._client.close()
 
     def _start(self, request: Any, sender: Any) -> None:
