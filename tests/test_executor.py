@@ -16,6 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from oasiskv.config import EngineConfig
+from oasiskv.engine.loop import EngineLoop
 from oasiskv.engine.sequence import RequestOutput
 from oasiskv.errors import ConfigError, EngineError
 from oasiskv.executor import protocol, server, transport
@@ -315,3 +317,30 @@ def _gone(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:
         return True
+
+
+def test_a_guide_that_compiles_long_holds_up_nobody(tmp_path: Path) -> None:
+    """Not even the requests of its own connection, which may carry many users'."""
+    loop = EngineLoop(EngineConfig(**CONFIG))
+    transport.write_key(tmp_path / "key")
+    serving = server.ExecutorServer(loop, tmp_path / "s", transport.read_key(tmp_path / "key"), {})
+    compiling, go = threading.Event(), threading.Event()
+    compile_guide = loop._engine._guides._compile
+
+    def slowly(guide: object) -> object:
+        compiling.set()
+        assert go.wait(60)
+        return compile_guide(guide)
+
+    loop._engine._guides._compile = slowly
+    with ExecutorClient(tmp_path / "s", tmp_path / "key") as client:
+        running = submit(client, max_tokens=40)[1]
+        assert running.first.wait(30)
+        guided = submit(client, guide={"kind": "regex", "text": "(yes|no)"})[1]
+        assert compiling.wait(30)
+        try:
+            assert running.wait().finish_reason == "length"
+        finally:
+            go.set()
+        assert guided.wait().finish_reason == "stop"
+    serving.close(0.0)

@@ -69,6 +69,7 @@ class EngineConfig:
     accept_drafts: bool = False
     max_batch_size: int = 64
     max_num_tokens: int = 512  # rows a step
+    max_queue_size: int = 256  # requests that wait to be scheduled for the first time; more are refused
     max_seq_len: int | None = None  # None: the model's
     device_kv_gib: float = 2.0
     host_kv_gib: float = 4.0
@@ -105,6 +106,7 @@ class EngineConfig:
         _in_range("draft_len", self.draft_len, 0, MAX_DRAFT_LEN)
         _in_range("max_batch_size", self.max_batch_size, 1, 4096)
         _in_range("max_num_tokens", self.max_num_tokens, 1, 1 << 20)
+        _in_range("max_queue_size", self.max_queue_size, 1, 1 << 20)
         rows = self.max_batch_size * (1 + self.draft_len)
         if self.max_num_tokens < rows:
             raise ConfigError(

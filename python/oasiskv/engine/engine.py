@@ -24,6 +24,7 @@ from oasiskv.engine.cuda_runner import CudaRunner, require_cuda
 from oasiskv.engine.guide import Guides, RowGuide
 from oasiskv.engine.loaded import LoadedModel, load_model
 from oasiskv.engine.machine import check_pools_fit, usable_cpus
+from oasiskv.engine.metrics import EngineMetrics
 from oasiskv.engine.prefix import BlockNames
 from oasiskv.engine.request_check import check_request
 from oasiskv.engine.runner import CpuRunner, Runner
@@ -137,6 +138,7 @@ class Engine:
         self._launched: deque[_Launched] = deque()  # oldest first; two while the tokens of one are waited for
         self._error: Exception | None = None  # of a launch, for the next step to raise
         self._ids = itertools.count(1)
+        self.metrics = EngineMetrics()
 
     # ------------------------------------------------------------ requests
 
@@ -240,7 +242,9 @@ class Engine:
             return []
         if not self._launched:
             return []
+        step = self._launched[0].step
         taken = self._collect()
+        self._tell_progress([sequence.id for sequence in taken.sequences], step)
         if len(self._launched) < depth:
             self._launch()
         return self._outputs(taken)
@@ -316,9 +320,11 @@ class Engine:
             return []
         try:
             logits = self._runner.logits(groups, drafts, self._sequences)
-            return self._finish_step(groups, drafts, logits, self._read_context(self._context_rows(groups)))
+            outputs = self._finish_step(groups, drafts, logits, self._read_context(self._context_rows(groups)))
         finally:
             self._core.abort_step()  # does nothing once the step is committed
+        self._tell_progress([g.id for g in groups if g.logits_rows])
+        return outputs
 
     def _plan(self, drafts: dict[int, int]) -> list[_core.RowGroup]:
         groups = self._core.plan(drafts)
@@ -417,6 +423,22 @@ class Engine:
             if output.token_ids or output.finished:
                 outputs.append(output)
         return taken.context + outputs + taken.errors
+
+    def _tell_progress(self, request_ids: list[int], step: int = 0) -> None:
+        """Of those that a step gave tokens, now and then: what a long request does is counted before its end."""
+        if not self.metrics.wants_progress():
+            return
+        try:
+            for i in request_ids:
+                if sequence := self._sequences.get(i):
+                    self.metrics.progress(i, self._stats(sequence, step))
+        except Exception:  # of a device that is lost: the step's tokens are told all the same
+            _log.exception("the statistics of running requests are lost")
+
+    @property
+    def steps(self) -> int:
+        """Planned so far."""
+        return self._core.last_step
 
     @property
     def runner(self) -> Runner:

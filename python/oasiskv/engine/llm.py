@@ -67,7 +67,10 @@ class LLM:
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[GenerationResult]:
-        """Answer all prompts as one batch; results in prompt order. Nothing is submitted if one of them is refused."""
+        """Answer all prompts as one batch; results in prompt order. Nothing is submitted if one of them is refused.
+
+        They may be more than `max_queue_size`: what finds no place waits here for one, as in `stream`.
+        """
         many: list[Prompt] = [prompts] if isinstance(prompts, str) or _is_ids(prompts) else list(prompts)
         each = _spread(params, len(many))
         encoded = [self._encode(p) for p in many]
@@ -78,7 +81,7 @@ class LLM:
         requests: list[int] = []
         try:
             for i, (ids, one) in enumerate(zip(encoded, each, strict=True)):
-                requests.append(self._loop.submit(ids, one, lambda o, i=i: outputs.put((i, o))))
+                requests.append(self._loop.submit(ids, one, lambda o, i=i: outputs.put((i, o)), wait=True))
             left = len(many)
             while left:
                 i, output = outputs.get()
@@ -93,7 +96,7 @@ class LLM:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Yield outputs as they come; closing the iterator cancels the request."""
         outputs: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
-        request_id = self._loop.submit(self._encode(prompt), params or SamplingParams(), outputs.put)
+        request_id = self._loop.submit(self._encode(prompt), params or SamplingParams(), outputs.put, wait=True)
         try:
             while True:
                 output = outputs.get()
@@ -104,7 +107,7 @@ class LLM:
             self._loop.cancel(request_id)
 
     async def stream_async(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[RequestOutput]:
-        """The same for asyncio; cancelling the task cancels the request."""
+        """The same for asyncio; cancelling the task cancels the request. Raises QueueFullError where `stream` waits for a place."""
         loop = asyncio.get_running_loop()
         outputs: asyncio.Queue[RequestOutput] = asyncio.Queue()
 

@@ -3,8 +3,8 @@
 A frame is a JSON object in one line. An output may have arrays: it names them, `"arrays": [[name, "float32", [rows, columns]], ...]`, and
 their little-endian bytes follow after a newline.
 
-Requests `{"v": 2, "op": submit|cancel|ping|usage, "id": n, ...}`; ids are the client's own. Answers: any number of `output`s for a
-submit, the last with `finished`; one `reply` for a ping or usage; a `fault` before the executor drops a connection.
+Requests `{"v": 2, "op": submit|cancel|ping|usage|metrics, "id": n, ...}`; ids are the client's own. Answers: any number of `output`s for a
+submit, the last with `finished`; one `reply` for a ping, usage or metrics; a `fault` before the executor drops a connection.
 """
 
 from __future__ import annotations
@@ -54,10 +54,11 @@ class Cancel:
 
 @dataclass(frozen=True)
 class Ask:
-    """what: ping or usage."""
+    """what: ping, usage or metrics; since: of metrics, the observations to begin with (engine/metrics.py)."""
 
     id: int
     what: str
+    since: int = 0
 
 
 @dataclass(frozen=True)
@@ -127,10 +128,10 @@ def decode_request(frame: bytes) -> Request:
     request_id = _id(body)
     if op == "cancel":
         return Cancel(request_id)
-    if op in ("ping", "usage"):
-        return Ask(request_id, op)
+    if op in ("ping", "usage", "metrics"):
+        return Ask(request_id, op, _count(body, "since") if op == "metrics" else 0)
     if op != "submit":
-        raise ProtocolError(f"op = {reprlib.repr(op)}: use submit, cancel, ping or usage")
+        raise ProtocolError(f"op = {reprlib.repr(op)}: use submit, cancel, ping, usage or metrics")
     prompt, params = body.get("prompt"), body.get("params")
     if not isinstance(prompt, str):
         prompt = _ids(prompt, "prompt")
@@ -220,9 +221,13 @@ def _optional(body: dict[str, Any], name: str, kind: type) -> Any:
 
 
 def _id(body: dict[str, Any]) -> int:
-    value = body.get("id")
+    return _count(body, "id")
+
+
+def _count(body: dict[str, Any], name: str) -> int:
+    value = body.get(name)
     if type(value) is not int or not 0 <= value <= MAX_ID:
-        raise ProtocolError(f"id = {reprlib.repr(value)}: must be an integer in 0..2**63-1")
+        raise ProtocolError(f"{name} = {reprlib.repr(value)}: must be an integer in 0..2**63-1")
     return value
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from oasiskv.engine.loop import EngineLoop
 from oasiskv.engine.sequence import RequestOutput
-from oasiskv.errors import EngineError, RequestError
+from oasiskv.errors import CapacityError, EngineError, QueueFullError, RequestError
 from oasiskv.executor import protocol, transport
 from oasiskv.executor.params import sampling_params
 
@@ -29,6 +29,13 @@ _ACCEPT_PAUSE_S = 0.1
 MAX_UNREAD = 16384  # answers a client may leave unread before it is dropped
 MAX_UNREAD_BYTES = 4 << 30  # of their arrays
 _log = logging.getLogger(__name__)
+_REFUSAL_CODES = {
+    "invalid": protocol.INVALID,
+    "capacity": protocol.INVALID,
+    "queue_full": protocol.UNAVAILABLE,
+    "unavailable": protocol.UNAVAILABLE,
+    "internal": protocol.INTERNAL,
+}
 
 
 class ExecutorServer:
@@ -171,6 +178,8 @@ class _Client:
                 self._server.loop.cancel(engine_id)
         elif request.what == "ping":
             self._put(protocol.Reply(request.id, self._server.status()))
+        elif request.what == "metrics":
+            self._put(protocol.Reply(request.id, self._server.loop.metrics(request.since)))
         else:
             self._put(protocol.Reply(request.id, self._server.loop.usage()))
 
@@ -183,26 +192,32 @@ class _Client:
 
     def _start(self, request: protocol.Submit) -> protocol.Output | None:
         if self._server.draining:
-            return protocol.failed(request.id, protocol.UNAVAILABLE, "the executor is shutting down")
+            return self._refused(request.id, "unavailable", "the executor is shutting down")
         if len(self.requests) >= MAX_IN_FLIGHT:
-            return protocol.failed(request.id, protocol.UNAVAILABLE, f"{MAX_IN_FLIGHT} requests are in flight: try again later")
+            return self._refused(request.id, "queue_full", f"{MAX_IN_FLIGHT} requests are in flight: try again later")
         loop = self._server.loop
         try:
             params = sampling_params(request.params, loop.tokenizer)
             prompt = (
                 loop.tokenizer.encode(request.prompt, max_tokens=loop.max_seq_len) if isinstance(request.prompt, str) else request.prompt
             )
+            if params.guide is not None:
+                loop.check(prompt, params)  # compiles it before the lock is held, which the engine's thread takes for every output
             # The lock keeps the engine's first output behind the entry in `requests`.
             with self._lock:
                 self.requests[request.id] = loop.submit(prompt, params, lambda o: self._take(request.id, o))
         except RequestError as error:
-            return protocol.failed(request.id, protocol.INVALID, str(error))
+            return self._refused(request.id, "capacity" if isinstance(error, CapacityError) else "invalid", str(error))
         except EngineError as error:
-            return protocol.failed(request.id, protocol.UNAVAILABLE, str(error))
+            return self._refused(request.id, "queue_full" if isinstance(error, QueueFullError) else "unavailable", str(error))
         except Exception as error:  # one request must not end its connection, which may carry many users'
             _log.exception("a request could not be started")
-            return protocol.failed(request.id, protocol.INTERNAL, f"{type(error).__name__}: {error}")
+            return self._refused(request.id, "internal", f"{type(error).__name__}: {error}")
         return None
+
+    def _refused(self, request_id: int, reason: str, error: str) -> protocol.Output:
+        self._server.loop.refused(reason)
+        return protocol.failed(request_id, _REFUSAL_CODES[reason], error)
 
     def _take(self, request_id: int, output: RequestOutput) -> None:
         """On the engine's thread: never blocks on the client."""

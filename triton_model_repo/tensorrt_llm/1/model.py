@@ -15,6 +15,8 @@ from oasiskv.executor.client import ExecutorClient
 from oasiskv.serve import contract
 from oasiskv.serve.call import Call
 
+from .metrics import MetricsExporter
+
 # By name: the stub adds its classes to pb_utils only after it has imported this file.
 _CODES = {protocol.INVALID: "INVALID_ARG", protocol.UNAVAILABLE: "UNAVAILABLE", protocol.INTERNAL: "INTERNAL"}
 _FINAL = 1  # TRITONSERVER_RESPONSE_COMPLETE_FINAL
@@ -53,6 +55,7 @@ class TritonPythonModel:
         self._calls: dict[Call, tuple[str, str | None]] = {}  # -> request id, oasis_call
         self._lock = threading.Lock()  # guards _calls
         self._stop = threading.Event()
+        self._metrics = MetricsExporter(args)
         self._watcher = threading.Thread(target=self._watch, name="oasiskv-watch", daemon=True)
         self._watcher.start()
 
@@ -73,6 +76,7 @@ class TritonPythonModel:
     def finalize(self) -> None:
         self._stop.set()
         self._watcher.join()
+        self._metrics.close()
         self._client.close()
 
     def _start(self, request: Any, name: str | None, reply: _Reply) -> None:
