@@ -56,6 +56,7 @@ def code(*arguments: str) -> int:
         (["generate", "--prompt", "a", "--max-tokens", str(2**63)], f"--max-tokens = {2**63}"),
         (["generate", "--prompt", "a", "--host-kv-gib", "1e300"], "host_kv_gib"),
         (["generate", "--prompt", "a", "--device-kv-gib", "1e5"], "device_kv_gib"),
+        (["generate", "--prompt", "a", "--backend", "cuda", "--dense", "--host-kv-gib", "0"], "--no-enable-prefix-caching"),
         (["generate", "--prompt", "a", "--model", "a" * 5000], "aaa"),
         (["generate", "--prompt", "a", "--model", "~nosuchuser/m"], "nosuchuser"),
         (["generate", "--prompt", "a", "--model", "/dev/null"], "/dev/null"),

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from oasiskv import _core
-from reference.cases import Shape, core_config, integer_rows, real_rows, rope_tables
+from reference.cases import Rows, Shape, core_config, integer_rows, real_rows, rope_tables
 from reference.lookahead import BLOCK, COMBINES, SUMMARIES, ReferenceSequence, ranking_excess, top_k
 
 OUTPUT_TOLERANCE = 2e-5  # of the largest output of the row and head
@@ -40,6 +40,8 @@ class Totals:
     chunks: int = 0
     accepted_drafts: int = 0
     rejected_drafts: int = 0
+    reused_blocks: int = 0
+    evicted_blocks: int = 0
 
 
 @dataclass
@@ -77,6 +79,7 @@ class Case:
         self.cfg = cfg
         self.core = _core.Core(cfg, self.cos.ctypes.data, self.sin.ctypes.data)
         self.arrivals = [(int(rng.integers(0, 12)) if i else 0, i, p, n) for i, (p, n) in enumerate(wanted)]
+        self.rows = Rows(rng, s, cfg.max_seq_len)
         self.live: dict[int, Request] = {}
         self.log: list[Step] = []
         self.number = 0
@@ -103,11 +106,12 @@ class Case:
         usage = self.core.usage()
         for pool in ("device_pages", "host_blocks", "summary_pages"):
             assert usage[pool + "_free"] == usage[pool], f"{pool} leaked: {usage}"
+        self.totals.reused_blocks += usage["prefix_blocks_reused"]
+        self.totals.evicted_blocks += usage["prefix_blocks_evicted"]
 
     def submit(self, rid: int, prompt: int, max_new: int) -> None:
-        s = self.s
-        make = integer_rows if s.integer else real_rows
-        self.core.submit(rid, prompt, max_new)
+        s, rows = self.s, self.rows(prompt + max_new)
+        self.core.submit(rid, prompt, max_new, self.rows.names(rows[:, :prompt]))
         reference = ReferenceSequence(
             s.layers,
             s.heads,
@@ -125,7 +129,7 @@ class Case:
             s.sparse,
             s.sinks,
         )
-        self.live[rid] = Request(make(self.rng, s, prompt + max_new), prompt, max_new, prompt, reference)
+        self.live[rid] = Request(rows, prompt, max_new, prompt, reference)
 
     def step(self) -> bool:
         rng = self.rng
@@ -181,7 +185,7 @@ class Case:
         self.replay()
         request = self.live.pop(rid)
         self.totals.preemptions += request.preemptions
-        assert self.core.end(rid)
+        assert self.core.end(rid, self.rows.names(request.rows))
         assert not self.core.end(rid)
 
     # ---- replaying the oracle
@@ -206,6 +210,8 @@ class Case:
     def replay_group(self, step: Step, g, row: int, trace: dict) -> None:
         request, where = self.live[g.id], f"step {step.number} request {g.id} {g.kind}"
         ref = request.reference
+        if ref.committed == 0 and g.start > 0:
+            self.replay_reused(step, g, request)
         assert g.start == ref.committed, where
         if ref.sparsify_pending and step.number - request.last_step > 1:
             self.totals.preempted_before_sparsify += 1
@@ -225,6 +231,15 @@ class Case:
         else:
             self.totals.accepted_drafts += new - 1
             self.totals.rejected_drafts += g.rows - new
+
+    def replay_reused(self, step: Step, g, request: Request) -> None:
+        """What it began with, as a chunk of its prompt: that is how it came into the cache."""
+        assert g.kind == "prefill" and g.start % BLOCK == 0
+        ref = request.reference
+        ref.begin_step(step.number, g.start, 0)
+        for layer in range(self.s.layers):
+            ref.forward(layer, request.rows[layer, : g.start])
+        ref.commit(0)
 
     def compare_selection(self, step: Step, g, ref: ReferenceSequence, trace: dict, where: str) -> None:
         got, adopt = {}, {}

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from oasiskv import _core
-from reference.cases import Shape, core_config, integer_rows, real_rows, rope_tables
+from reference.cases import Rows, Shape, core_config, integer_rows, real_rows, rope_tables
 from reference.cuda import DTYPES, NAN, SMALL, needs_gpu
 
 pytestmark = needs_gpu
@@ -37,18 +37,25 @@ class Lockstep:
         self.sparse_steps = self.preemptions = self.resumed_sparse = self.admitted = self.records = self.steps = 0
         self.last_step: dict[int, int] = {}
         self.parted = False  # by a tie on real inputs
-        for i, (prompt, new) in enumerate(wanted):
-            make = integer_rows if s.integer else real_rows
-            self.rows[i], self.tokens[i] = self.rounded(make(self.rng, s, prompt + new)), [prompt, prompt + new]
-            for core in (self.cpu, self.gpu):
-                core.submit(i, prompt, new)
+        self.make_rows = Rows(self.rng, s, cfg.max_seq_len)
+        self.coming = [(i, *lengths) for i, lengths in enumerate(wanted)]
+        while self.coming and not s.prefixes:  # else one after another: what the first leave the others find
+            self.submit()
+
+    def submit(self) -> None:
+        i, prompt, new = self.coming.pop(0)
+        self.rows[i], self.tokens[i] = self.rounded(self.make_rows(prompt + new)), [prompt, prompt + new]
+        for core in (self.cpu, self.gpu):
+            core.submit(i, prompt, new, self.make_rows.names(self.rows[i][:, :prompt]))
 
     def rounded(self, x: np.ndarray) -> np.ndarray:
         return torch.from_numpy(x).to(DTYPES[self.dtype]).float().numpy()
 
     def run(self) -> None:
-        while self.tokens and not self.parted:
-            if self.rng.random() < self.s.cancel:
+        while (self.tokens or self.coming) and not self.parted:
+            if self.coming and (not self.tokens or self.rng.random() < 0.1):
+                self.submit()
+            elif self.rng.random() < self.s.cancel:
                 self.end(int(self.rng.choice(list(self.tokens))))
             else:
                 self.step()
@@ -58,6 +65,9 @@ class Lockstep:
             usage = core.usage()
             for pool in ("device_pages", "host_blocks", "summary_pages"):
                 assert usage[pool + "_free"] == usage[pool]
+        expected, got = ({n: u for n, u in core.usage().items() if n.startswith("prefix_")} for core in (self.cpu, self.gpu))
+        assert expected == got
+        self.reused, self.evicted = got["prefix_blocks_reused"], got["prefix_blocks_evicted"]
 
     def step(self) -> None:
         s, rng = self.s, self.rng
@@ -128,7 +138,7 @@ class Lockstep:
         for name in expected.keys() - {"stall_ms"}:
             assert expected[name] == got[name] or self.parted, name
         for core in (self.cpu, self.gpu):
-            assert core.end(rid) and not core.end(rid)
+            assert core.end(rid, self.make_rows.names(self.rows[rid])) and not core.end(rid)
 
 
 def random_shape(rng: random.Random, **fixed: object) -> Shape:
@@ -178,6 +188,38 @@ def test_preemption_and_cancels(dtype: str) -> None:
         case.run()
     assert SMALL or sum(c.preemptions for c in cases) > 10
     assert SMALL or sum(c.resumed_sparse for c in cases) > 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_requests_that_begin_alike(dtype: str) -> None:
+    """Blocks come back from the host into pages and summaries; tiny pools evict, preempt and cancel meanwhile."""
+    rng = random.Random(dtype + "alike")
+    cases = [
+        Lockstep(
+            random_shape(
+                rng, prefixes=2, requests=3 if SMALL else 9, prompts=(20, 60) if SMALL else (20, 250), sparse_from=rng.choice([32, 100]),
+                spare_blocks=25, spare_pages=None if i % 4 == 0 else 1, cancel=0.01, new_tokens=(8, 24) if SMALL else (30, 120),
+            ),
+            dtype,
+            500 + i,
+        )
+        for i in range(2 if SMALL else 8)
+    ]  # fmt: skip
+    for case in cases:
+        case.run()
+    assert SMALL or min(sum(c.reused for c in cases), sum(c.evicted for c in cases)) > 30
+    assert SMALL or (sum(c.sparse_steps for c in cases) > 300 and sum(c.admitted for c in cases) > 50)
+
+
+def test_dense_requests_that_begin_alike() -> None:
+    """Without summaries."""
+    rng = random.Random(8)
+    cases = [
+        Lockstep(random_shape(rng, prefixes=2, requests=5, sparse=False, drafts=0, accept=False), "bfloat16", 600 + i) for i in range(2)
+    ]
+    for case in cases:
+        case.run()
+    assert SMALL or sum(c.reused for c in cases) > 5
 
 
 def test_long_draft_rows() -> None:

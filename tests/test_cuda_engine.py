@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from oasiskv.engine import engine as engine_module
 from oasiskv.engine.llm import LLM, GenerationResult
-from oasiskv.engine.sampling import SamplingParams
+from oasiskv.engine.sampling import Guide, SamplingParams
 from reference.cuda import needs_gpu
 
 pytestmark = needs_gpu
@@ -54,7 +57,7 @@ def test_sparse_with_everything_resident_equals_dense(prompts: list[list[int]], 
 )
 def test_64_together_equal_one_by_one(prose_ids: list[int], options: dict) -> None:
     many = [prose_ids[i * 1009 : i * 1009 + 20 + 37 * i % 700] for i in range(64)]
-    with LLM(**options, **EXACT) as llm:
+    with LLM(**options, enable_prefix_caching=False, **EXACT) as llm:  # each computes all of its own
         together = llm.generate(many, GREEDY)
         alone = [llm.generate([p], GREEDY)[0] for p in many]
         captured = llm.usage()["captured_steps"]
@@ -121,6 +124,27 @@ def test_the_host_samples_for_those_that_need_it_alone(prompts: list[list[int]],
             assert a.logprob == pytest.approx(b.logprob, abs=1e-3) and len(a.top_logprobs) == 3
 
 
+@pytest.mark.parametrize("pipelined", [True, False], ids=["pipelined", "whole steps"])
+def test_logits_and_guides_are_the_cpus(prompts: list[list[int]], pipelined: bool) -> None:
+    """Of prompts in several chunks, in steps beside others that decode; a guided answer, and bad words."""
+    asked = {"return_context_logits": True, "return_generation_logits": True}
+    wanted = [asked, {"guide": Guide("regex", "[a-z]{3,8}[.!]")}, {"bad_words": ((260,), (284, 253))}, {}]
+    mixed = [SamplingParams(max_tokens=12, ignore_eos=i % 4 != 1, **wanted[i % 4]) for i in range(len(prompts))]
+    accept = {} if pipelined else {"accept_drafts": True, "draft_len": 2}
+    with LLM(dense=True, max_num_tokens=256) as llm:
+        expected = llm.generate(prompts, mixed)
+    with LLM(dense=True, max_num_tokens=256, **EXACT, **accept) as llm:
+        got = llm.generate(prompts, mixed)
+    assert ids(got) == ids(expected)
+    assert [g.finish_reason for g in got] == [e.finish_reason for e in expected]
+    for prompt, e, g in list(zip(prompts, expected, got, strict=True))[::4]:
+        assert g.context_logits.shape == (len(prompt), e.context_logits.shape[1])
+        assert np.abs(g.context_logits - e.context_logits).max() < 1e-2
+        assert np.abs(g.generation_logits - e.generation_logits).max() < 1e-2
+        assert np.array_equal(g.context_logits[-1], g.generation_logits[0]), "the last prompt row is what the first token came from"
+        assert np.ptp(g.generation_logits, axis=1).min() > 1
+
+
 def test_accepted_drafts_do_not_change_the_answer(prompts: list[list[int]], dense: list[list[int]]) -> None:
     with LLM(dense=True, draft_len=4, accept_drafts=True, **EXACT) as llm:
         results = llm.generate(prompts, GREEDY)
@@ -146,6 +170,39 @@ def test_small_pools_preempt_and_answer_the_same(prompts: list[list[int]]) -> No
         results = llm.generate(prompts[:10], long)
     assert ids(results) == expected
     assert sum(r.stats["preemptions"] for r in results) > 0
+
+
+@pytest.mark.parametrize("options", [{"dense": True}, SPARSE, {**SPARSE, "cuda_graphs": False}], ids=["dense", "sparse", "eager"])
+def test_prefixes_are_reused_and_change_nothing(prompts: list[list[int]], options: dict) -> None:
+    with LLM(**options, enable_prefix_caching=False, **EXACT) as llm:
+        expected = llm.generate(prompts, GREEDY)
+    with LLM(**options, **EXACT) as llm:
+        first, again = (llm.generate(prompts, GREEDY) for _ in range(2))
+        turn = [p + r.token_ids + p[:20] for p, r in zip(prompts, first, strict=True)]
+        turns, cold = llm.generate(turn, GREEDY), llm.generate(turn, replace(GREEDY, use_cache=False))
+    assert ids(first) == ids(again) == ids(expected) and ids(turns) == ids(cold)
+    assert [r.stats["kv_blocks_reused"] for r in first] == [0] * len(prompts)
+    assert [r.stats["kv_blocks_reused"] for r in again] == [(len(p) - 1) // 16 for p in prompts]
+    exact = [n + 23 if "dense" in options or n + 23 <= 144 else max(n + 1, 144) for n in map(len, prompts)]  # blocks <= K
+    assert [r.stats["kv_blocks_reused"] for r in turns] == [n // 16 for n in exact]
+    for e, a in zip(expected, again, strict=True):
+        assert (a.stats["sparse_steps"], a.stats["bytes_fetched"]) == (e.stats["sparse_steps"], e.stats["bytes_fetched"])
+
+
+def test_small_pools_evict_preempt_and_answer_the_same(prompts: list[list[int]]) -> None:
+    """Requests that begin alike, over a host pool that holds few of them at a time and device pages that hold fewer."""
+    alike = [prompts[-1][:700] + p[:200] for p in prompts] * 4
+    params = [SamplingParams(max_tokens=20 + i % 60, ignore_eos=True) for i in range(len(alike))]
+    with LLM(**SPARSE | {"sparse_from": 1100}, enable_prefix_caching=False, **EXACT) as llm:
+        expected = llm.generate(alike, params)
+    block_gib = 30 * 3 * 2 * 16 * 64 * 4 / 2**30
+    tight = EXACT | {"device_kv_gib": 200.5 * block_gib + 0.1, "host_kv_gib": 330.5 * block_gib, "max_seq_len": 1024}
+    with LLM(**SPARSE | {"sparse_from": 1100}, **tight) as llm:
+        results = llm.generate(alike, params)
+        usage = llm.usage()
+    assert ids(results) == ids(expected)
+    assert usage["prefix_blocks_reused"] == sum(r.stats["kv_blocks_reused"] for r in results) > 1000
+    assert usage["prefix_blocks_evicted"] > 20 and usage["host_blocks_free"] == usage["host_blocks"]
 
 
 def test_stop_tokens_end_a_request_one_step_late_without_a_trace(prompts: list[list[int]], dense: list[list[int]]) -> None:

@@ -51,7 +51,7 @@ def test_device_kv_gib_holds_pages_and_summaries() -> None:
 
 
 def test_no_host_tier_is_for_dense() -> None:
-    c = core_config(EngineConfig(dense=True, host_kv_gib=0, **CUDA), PRESETS["qwen3-8b"])
+    c = core_config(EngineConfig(dense=True, host_kv_gib=0, enable_prefix_caching=False, **CUDA), PRESETS["qwen3-8b"])
     assert c.host_blocks == 0 and c.summary_bytes == 0
 
 

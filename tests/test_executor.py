@@ -13,10 +13,14 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from oasiskv.config import EngineConfig
+from oasiskv.engine.loop import EngineLoop
+from oasiskv.engine.sequence import RequestOutput
 from oasiskv.errors import ConfigError, EngineError
-from oasiskv.executor import protocol, transport
+from oasiskv.executor import protocol, server, transport
 from oasiskv.executor.client import ExecutorClient
 from oasiskv.executor.protocol import Output
 
@@ -150,6 +154,65 @@ def test_log_probabilities_of_another_form_are_refused(value: bytes) -> None:
         protocol.decode_answer(LOGPROBS % value)
 
 
+def test_logits_travel_in_parts(executor: Executor) -> None:
+    """Every frame keeps to the limit, and the parts are the whole, in order: the same as of the prompts' ends alone."""
+    prompt = list(range(1000, 1300))
+    with executor.client() as client:
+        asked = submit(client, prompt, return_context_logits=True, return_generation_logits=True, stop=["never there"])[1]
+        asked.wait()
+        parts = [o.context_logits for o in asked.outputs if o.context_logits is not None]
+        generated = np.concatenate([o.generation_logits for o in asked.outputs if o.generation_logits is not None])
+        short = submit(client, prompt[:200], return_context_logits=True, max_tokens=1)[1]
+        short.wait()
+    whole = np.concatenate(parts)
+    tokens = [t for o in asked.outputs for t in o.token_ids]
+    assert whole.shape == (300, 49152) and generated.shape == (8, 49152) and generated.argmax(axis=1).tolist() == tokens
+    assert len(parts) > 3 and max(p.nbytes for p in parts) <= protocol.MAX_ARRAY_BYTES
+    assert np.array_equal(np.concatenate([o.context_logits for o in short.outputs if o.context_logits is not None]), whole[:200])
+    first_token = next(i for i, o in enumerate(asked.outputs) if o.token_ids)
+    assert all(o.context_logits is None for o in asked.outputs[first_token:])
+
+
+@pytest.mark.parametrize("tokens", [1, 100, 400])
+def test_an_output_of_any_length_fits_its_frames(tokens: int) -> None:
+    logits = np.arange(tokens * 50_000, dtype=np.float32).reshape(tokens, 50_000)
+    output = RequestOutput(3, [1] * tokens, "text", context_logits=logits, generation_logits=-logits, finished=True, finish_reason="stop")
+    answers = [protocol.decode_answer(protocol.encode(a)) for a in server._answers(5, output)]
+    assert [a.finished for a in answers] == [False] * (len(answers) - 1) + [True] and {a.id for a in answers} == {5}
+    assert answers[-1].text == "text" and answers[-1].token_ids == [1] * tokens
+    for name, expected in (("context_logits", logits), ("generation_logits", -logits)):
+        assert np.array_equal(np.concatenate([v for a in answers if (v := getattr(a, name)) is not None]), expected)
+
+
+HEAD = '{"v":2,"op":"output","id":1,"token_ids":[],"text":"","finished":false,"logprobs":[],"arrays":%s}\n'
+
+
+@pytest.mark.parametrize(
+    ("arrays", "size"),
+    [("[]", 4), ('[["context_logits","float32",[1,2]]]', 4), ('[["context_logits","float32",[1,2]]]', 12), ("7", 8),
+     ('[["context_logits","float64",[1,1]]]', 8), ('[["stats","float32",[1,2]]]', 8), ('[["context_logits","float32",[2]]]', 8),
+     ('[["context_logits","float32",[-1,-2]]]', 8), ('[["context_logits","float32",[1.0,2]]]', 8), ('[[["x"],"float32",[1,2]]]', 8),
+     ('[["context_logits","float32",[1,1]],["context_logits","float32",[1,1]]]', 8), ('[["context_logits","float32"]]', 8),
+     ('[["context_logits","float32",[99999999,99999999]]]', 8), ('[["context_logits","float32",[0,2]]]', 0)],
+)  # fmt: skip
+def test_arrays_of_another_form_are_refused(arrays: str, size: int) -> None:
+    good = protocol.decode_answer((HEAD % '[["context_logits","float32",[1,2]]]').encode() + np.array([1, 2], "<f4").tobytes())
+    assert good.context_logits.tolist() == [[1.0, 2.0]]
+    with pytest.raises(protocol.ProtocolError, match="arrays"):
+        protocol.decode_answer((HEAD % arrays).encode() + bytes(size))
+
+
+def test_a_guide_travels(executor: Executor) -> None:
+    with executor.client() as client:
+        bad = [
+            submit(client, guide=g)[1]
+            for g in ({"kind": "regex", "text": "("}, {"kind": "x"}, "json", {"text": "a"}, {"kind": "json", "more": 1})
+        ]
+        good = submit(client, guide={"kind": "choice", "text": '["violet"]'}, ignore_eos=False)[1]
+        assert all(b.wait().code == protocol.INVALID and "guide" in b.wait().error for b in bad)
+        assert good.wait().finish_reason == "stop" and "".join(o.text for o in good.outputs) == "violet"
+
+
 def test_cancel(executor: Executor) -> None:
     with executor.client() as client:
         number, collector = submit(client, max_tokens=900)
@@ -254,3 +317,30 @@ def _gone(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:
         return True
+
+
+def test_a_guide_that_compiles_long_holds_up_nobody(tmp_path: Path) -> None:
+    """Not even the requests of its own connection, which may carry many users'."""
+    loop = EngineLoop(EngineConfig(**CONFIG))
+    transport.write_key(tmp_path / "key")
+    serving = server.ExecutorServer(loop, tmp_path / "s", transport.read_key(tmp_path / "key"), {})
+    compiling, go = threading.Event(), threading.Event()
+    compile_guide = loop._engine._guides._compile
+
+    def slowly(guide: object) -> object:
+        compiling.set()
+        assert go.wait(60)
+        return compile_guide(guide)
+
+    loop._engine._guides._compile = slowly
+    with ExecutorClient(tmp_path / "s", tmp_path / "key") as client:
+        running = submit(client, max_tokens=40)[1]
+        assert running.first.wait(30)
+        guided = submit(client, guide={"kind": "regex", "text": "(yes|no)"})[1]
+        assert compiling.wait(30)
+        try:
+            assert running.wait().finish_reason == "length"
+        finally:
+            go.set()
+        assert guided.wait().finish_reason == "stop"
+    serving.close(0.0)

@@ -13,7 +13,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from oasiskv.demo import free_ports
+from oasiskv.serve.local import free_ports
 
 GENERATE = ["generate", "--prompt", "a", "--max-tokens", "4000", "--ignore-eos"]
 

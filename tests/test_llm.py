@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -127,3 +128,57 @@ def test_two_engines_in_one_process(llm: LLM) -> None:
         for t in threads:
             t.join(60)
     assert answers == {0: alone, 1: alone}
+
+
+def test_logits_are_the_models_before_anything_is_applied(llm: LLM, prose_ids: list[int]) -> None:
+    """Prompts that take several steps, beside others; generated tokens that wait for a stop string's rest."""
+    changed = {"temperature": 0.8, "seed": 3, "repetition_penalty": 1.5, "logit_bias": ((400, 50.0),), "bad_words": ((7,),), "stop": "ZZZ"}
+    prompts = [prose_ids[:1], prose_ids[50:450], prose_ids[500:640], prose_ids[700:720]]
+    both = {"return_context_logits": True, "return_generation_logits": True, "ignore_eos": True}
+    params = [SamplingParams(max_tokens=6, **both, **o) for o in ({}, changed, {"logprobs": 1})] + [
+        SamplingParams(max_tokens=6, ignore_eos=True)
+    ]
+    with LLM(**SMALL, dense=True, max_num_tokens=130) as small_steps:
+        results = small_steps.generate(prompts, params)
+    for prompt, r in zip(prompts[:3], results[:3], strict=True):
+        assert r.context_logits.shape == (len(prompt), 49152) and r.generation_logits.shape == (6, 49152)
+        assert r.context_logits.dtype == r.generation_logits.dtype == np.float32
+        # The logits behind a token are the same, bit for bit, whether it was generated or stood in a prompt.
+        again = llm.generate([prompt + r.token_ids], SamplingParams(max_tokens=1, return_context_logits=True))[0]
+        assert again.generation_logits is None
+        assert np.array_equal(again.context_logits[: len(prompt)], r.context_logits)
+        assert np.array_equal(again.context_logits[len(prompt) - 1 : -1], r.generation_logits)
+    assert results[0].token_ids == results[0].generation_logits.argmax(axis=1).tolist()
+    assert results[1].token_ids != results[1].generation_logits.argmax(axis=1).tolist()
+    top = results[2].generation_logits.astype(np.float64)
+    expected = top.max(axis=1) - np.log(np.exp(top).sum(axis=1))
+    assert [s.logprob for s in results[2].logprobs] == pytest.approx(expected.tolist(), abs=1e-6)
+    assert results[3].context_logits is None and results[3].generation_logits is None
+
+
+def test_more_logits_than_a_request_may_have_are_refused(llm: LLM) -> None:
+    for params in (
+        SamplingParams(max_tokens=2**13, return_generation_logits=True),
+        SamplingParams(max_tokens=5442, return_generation_logits=True, return_context_logits=True),
+    ):
+        with pytest.raises(RequestError, match=r"return_generation_logits.*49152 x 4 bytes"):
+            llm.generate([[1] * 20], params)
+    with pytest.raises(CapacityError):  # 1 GiB of logits would do: the length would not
+        llm.generate([[1] * 20], SamplingParams(max_tokens=5441, return_generation_logits=True, return_context_logits=True))
+
+
+def test_when_a_request_came_was_scheduled_and_answered(llm: LLM) -> None:
+    """In this process's monotonic clock: a second request of a batch of one waits for the first to end."""
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    with LLM(**SMALL, max_batch_size=1) as one_at_a_time:
+        before = time.monotonic_ns()
+        first, second = (r.stats for r in one_at_a_time.generate([[1, 2], [3, 4]], params))
+        after = time.monotonic_ns()
+    for s in (first, second):
+        assert before < s["arrival_ns"] < s["first_scheduled_ns"] < s["first_token_ns"] < s["last_token_ns"] < after
+        assert s["ttft_ms"] == (s["first_token_ns"] - s["arrival_ns"]) / 1e6
+        assert s["tpot_ms"] == (s["last_token_ns"] - s["first_token_ns"]) / 1e6 / 11
+    assert second["first_scheduled_ns"] > first["last_token_ns"] > second["arrival_ns"]
+    running = llm.stream([1, 2], params)
+    llm.cancel(next(running).request_id)
+    assert list(running)[-1].stats["last_token_ns"] > 0

@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,8 +16,9 @@ from oasiskv.bench.arm import Arm
 from oasiskv.checkpoint import load_checkpoint, resolve_model
 from oasiskv.config import EngineConfig
 from oasiskv.engine.engine import Engine
+from oasiskv.engine.llm import GenerationResult
 from oasiskv.engine.loaded import LoadedModel
-from oasiskv.engine.sampling import SamplingParams
+from oasiskv.engine.sampling import Guide, SamplingParams
 from oasiskv.engine.sequence import RequestOutput
 from oasiskv.errors import EngineError
 from oasiskv.tokenizer import Tokenizer
@@ -106,6 +108,41 @@ def test_the_host_samples_for_those_that_need_it_alone(prompts: list[list[int]],
         assert (g.token_ids, g.text, g.finish_reason, g.logprobs) == (w.token_ids, w.text, w.finish_reason, w.logprobs)
     assert got[1].token_ids != expected[1].token_ids[:9], "the penalty changes nothing: not a test of who samples"
     assert len(asked) == 9 + 5 + 12
+
+
+def test_logits_and_requests_that_fail_alone(prompts: list[list[int]]) -> None:
+    """Whole steps and pipelined ones give the same, also of a prompt that takes several steps, and to those beside a request that no
+    token is left for.
+    """
+    everything = tuple((t,) for t in range(1024))
+    options = [
+        {"max_tokens": 6}, {"max_tokens": 3, "return_context_logits": True}, {"max_tokens": 8, "bad_words": everything},
+        {"max_tokens": 5, "return_generation_logits": True, "return_context_logits": True},
+        {"max_tokens": 9, "guide": Guide("choice", '["a"]'), "bad_words": ((81,),)}, {"max_tokens": 6},
+    ]  # fmt: skip
+    requests = [(p, SamplingParams(**({} if "guide" in o else {"ignore_eos": True}), **o)) for p, o in zip(prompts, options, strict=True)]
+    runs = []
+    for runner in (None, LateRunner):
+        engine = Engine(EngineConfig(**OPTIONS | {"max_num_tokens": 64}), runner=runner)
+        results = {}
+        for request in requests:
+            number = engine.next_id()
+            engine.add(number, *request)
+            results[number] = GenerationResult()
+        while engine.request_ids():
+            for output in engine.step():
+                results[output.request_id].take(output)
+        runs.append(list(results.values()))
+    for (prompt, params), whole, late in zip(requests, *runs, strict=True):
+        assert (whole.token_ids, whole.finish_reason, whole.error) == (late.token_ids, late.finish_reason, late.error)
+        for asked, name, rows in (
+            (params.return_context_logits, "context_logits", len(prompt)),
+            (params.return_generation_logits, "generation_logits", params.max_tokens),
+        ):
+            one, other = getattr(whole, name), getattr(late, name)
+            assert (one is not None) == asked
+            assert not asked or (one.shape == (rows, 49152) and np.array_equal(one, other))
+    assert [w.finish_reason for w in runs[0]] == ["length"] * 4 + ["error", "length"]
 
 
 def test_tokens_that_cannot_be_sampled_are_sampled_by_the_next_step(prompts: list[list[int]]) -> None:

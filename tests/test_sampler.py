@@ -336,7 +336,7 @@ def test_few_candidates_are_sorted() -> None:
 def test_a_row_that_lasts_counts_what_was_taken_since(prompt: list[int], taken: list[list[int]], logits: list[float]) -> None:
     """Tokens come singly, as accepted drafts do several at a time, or not at all between two samplings."""
     params = SamplingParams(repetition_penalty=1.7, presence_penalty=0.9, frequency_penalty=0.4, logprobs=12)
-    sequence = Sequence(1, prompt, params, None, frozenset(), 0.0)
+    sequence = Sequence(1, prompt, params, None, frozenset(), 0)
     for tokens in [[], *taken]:
         for token in tokens:
             sequence.take(Sampled(token))

@@ -15,7 +15,7 @@ PIECES = st.sampled_from(["the quick ", "brown", "\n\n", "🙂", "é", "数", " 
 
 def outputs_of(tokenizer: Tokenizer, ids: list[int], params: SamplingParams, cut_at: int | None = None) -> list[RequestOutput]:
     """What a client sees of a model that generates `ids`, cancelled after `cut_at` of them."""
-    sequence = Sequence(1, [1], params, IncrementalDetokenizer(tokenizer), tokenizer.eos_ids, 0.0)
+    sequence = Sequence(1, [1], params, IncrementalDetokenizer(tokenizer), tokenizer.eos_ids, 0)
     outputs = []
     for token in ids[:cut_at]:
         output = RequestOutput(1)

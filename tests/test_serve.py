@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,73 +19,21 @@ import pytest
 import tritonclient.grpc as grpcclient
 
 from oasiskv.config import EngineConfig
-from oasiskv.demo import free_ports
 from oasiskv.errors import ConfigError, RequestError, ServeError
-from oasiskv.executor.client import ExecutorClient
 from oasiskv.serve import contract, repo, runtime
 from oasiskv.serve.child import Child
 from oasiskv.serve.grpc_client import RemoteError, generate
 from oasiskv.serve.options import ServeOptions
+from reference.service import Service, alive, eventually, read
 
 RECOVERY_S = 30.0
-
-
-class Service:
-    def __init__(self, *more: str) -> None:
-        self.ports = free_ports(3)
-        flags = [x for name, port in zip(("grpc", "http", "metrics"), self.ports, strict=True) for x in (f"--{name}-port", str(port))]
-        pools = ["--max-seq-len", "2048", "--device-kv-gib", "0.25", "--host-kv-gib", "0.5", "--probe-every", "1"]
-        command = [sys.executable, "-m", "oasiskv.cli", "serve", *flags, *pools, *more]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        self.log: list[str] = []
-        threading.Thread(target=lambda: self.log.extend(self.process.stderr), daemon=True).start()
-        assert any("ready:" in line for line in self.process.stdout), "".join(self.log)
-
-    @property
-    def url(self) -> str:
-        return f"127.0.0.1:{self.ports[0]}"
-
-    def executor(self) -> ExecutorClient:
-        """A connection of our own, past Triton."""
-        command = _read(Path(f"/proc/{self.descendants('oasiskv.executor')[0]}/cmdline")).split("\0")
-        return ExecutorClient(command[command.index("--socket") + 1], command[command.index("--authkey-file") + 1])
-
-    def descendants(self, name: str = "") -> list[int]:
-        """Process ids below the supervisor whose command line contains `name`."""
-        found, front = [], [self.process.pid]
-        while front:
-            children = Path(f"/proc/{front.pop()}/task").glob("*/children")
-            for pid in (int(p) for c in children if (text := _read(c)) for p in text.split()):
-                front.append(pid)
-                if name in _read(Path(f"/proc/{pid}/cmdline")):
-                    found.append(pid)
-        return found
 
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[Service]:
     running = Service()
     yield running
-    running.process.terminate()
-    assert running.process.wait(40) == 0
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
-
-
-def _alive(pid: int) -> bool:
-    return _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()[:1] not in ([], ["Z"], ["X"])
-
-
-def eventually(condition: Callable[[], bool], seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "did not happen in time"
-        time.sleep(0.1)
+    running.stop()
 
 
 def core_inputs(**values: np.ndarray) -> list[grpcclient.InferInput]:
@@ -232,7 +180,7 @@ def test_faults_during_a_recovery_and_giving_up() -> None:
         )
     assert running.process.wait(40) == 1
     eventually(lambda: "giving up" in running.log[-1] and running.log[-1].startswith("oasiskv: error: 5 recoveries"), 5)
-    assert not any(map(_alive, below))
+    assert not any(map(alive, below))
 
 
 def test_a_taken_port_is_named() -> None:
@@ -252,12 +200,12 @@ def test_its_end_leaves_nothing(number: signal.Signals) -> None:
     below = running.descendants()
     assert len(below) >= 5
     folders = [
-        f for f in Path(tempfile.gettempdir()).glob("oasiskv-*") if str(f) in "".join(_read(Path(f"/proc/{p}/cmdline")) for p in below)
+        f for f in Path(tempfile.gettempdir()).glob("oasiskv-*") if str(f) in "".join(read(Path(f"/proc/{p}/cmdline")) for p in below)
     ]
     assert len(folders) == 1
     running.process.send_signal(number)
     assert running.process.wait(30) == (130 if number == signal.SIGINT else -number)
-    eventually(lambda: not any(map(_alive, below)), 15)
+    eventually(lambda: not any(map(alive, below)), 15)
     if number == signal.SIGKILL:
         runtime.sweep()  # as the next start does
     assert not folders[0].exists()

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from oasiskv.demo import free_ports
 from oasiskv.engine.llm import LLM
 from oasiskv.engine.sampling import SamplingParams
 from oasiskv.serve.grpc_client import RemoteError, generate
+from oasiskv.serve.local import free_ports
 
 OPTIONS = {"top_k_blocks": 4, "sparse_from": 64}
 

@@ -5,7 +5,9 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <cstring>
 #include <memory>
+#include <string_view>
 #include <vector>
 
 #ifdef OASIS_CUDA
@@ -74,6 +76,18 @@ py::dict trace_dict(const TraceRecord& r) {
   return d;
 }
 
+// 16 bytes a name.
+std::vector<BlockName> block_names(const py::bytes& names) {
+  const auto bytes = static_cast<std::string_view>(names);
+  constexpr size_t kBytes = sizeof(BlockName);
+  if (bytes.size() % kBytes != 0)
+    throw std::invalid_argument("names of " + std::to_string(bytes.size()) +
+                                " bytes: must be 16 bytes each");
+  std::vector<BlockName> all(bytes.size() / kBytes);
+  std::memcpy(all.data(), bytes.data(), bytes.size());
+  return all;
+}
+
 py::dict stats_dict(const RequestStats& stats) {
   using namespace py::literals;
   const SequenceStats& s = stats.sequence;
@@ -82,7 +96,9 @@ py::dict stats_dict(const RequestStats& stats) {
                   "blocks_predicted"_a = l.predicted, "blocks_admitted"_a = l.admitted,
                   "blocks_capped"_a = l.capped, "bytes_fetched"_a = l.bytes_fetched,
                   "resident_tokens_max"_a = s.resident_tokens_max, "preemptions"_a = s.preemptions,
-                  "stall_ms"_a = l.stall_ms);
+                  "stall_ms"_a = l.stall_ms, "kv_blocks_total"_a = s.kv_blocks,
+                  "kv_blocks_new"_a = s.kv_blocks - s.kv_blocks_reused,
+                  "kv_blocks_reused"_a = s.kv_blocks_reused);
 }
 
 py::dict usage_dict(const Usage& u) {
@@ -92,7 +108,9 @@ py::dict usage_dict(const Usage& u) {
                   "summary_pages"_a = u.summary_pages,
                   "summary_pages_free"_a = u.summary_pages_free, "waiting"_a = u.waiting,
                   "prefilling"_a = u.prefilling, "decoding"_a = u.decoding,
-                  "preempted"_a = u.preempted);
+                  "preempted"_a = u.preempted, "prefix_blocks_cached"_a = u.prefix_blocks_cached,
+                  "prefix_blocks_reused"_a = u.prefix_blocks_reused,
+                  "prefix_blocks_evicted"_a = u.prefix_blocks_evicted);
 }
 
 const char* kind_name(RowKind k) {
@@ -210,8 +228,23 @@ PYBIND11_MODULE(_core, m) {
         return std::make_unique<Core>(c, in(cos), in(sin));
       }))
       .def("check", &Core::check)
-      .def("submit", &Core::submit)
-      .def("end", &Core::end, nogil())
+      .def(
+          "submit",
+          [](Core& c, RequestId id, int64_t prompt_tokens, int64_t max_new_tokens,
+             const py::bytes& names) {
+            c.submit(id, prompt_tokens, max_new_tokens, block_names(names));
+          },
+          py::arg("id"), py::arg("prompt_tokens"), py::arg("max_new_tokens"),
+          py::arg("names") = py::bytes())
+      .def(
+          "end",
+          [](Core& c, RequestId id, const py::bytes& names) {
+            std::vector<BlockName> all = block_names(names);
+            py::gil_scoped_release release;
+            return c.end(id, std::move(all));
+          },
+          py::arg("id"), py::arg("names") = py::bytes())
+      .def("forget", &Core::forget)
       .def("begin_step", &Core::begin_step, nogil())
       .def("plan", &plan_groups, nogil())
       .def(

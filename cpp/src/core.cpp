@@ -82,9 +82,9 @@ void Core::abort_step() {
   backend_->abort();
 }
 
-bool Core::end(RequestId id) {
+bool Core::end(RequestId id, std::vector<BlockName> names) {
   if (step_) throw std::logic_error("end() during a step");
-  return scheduler_->end(id);
+  return scheduler_->end(id, std::move(names));
 }
 
 RequestStats Core::stats(RequestId id, int64_t step) {
@@ -130,7 +130,10 @@ Usage Core::usage() {
           scheduler_->count(RequestState::kWaiting),
           scheduler_->count(RequestState::kPrefill),
           scheduler_->count(RequestState::kDecode),
-          scheduler_->count(RequestState::kPreempted)};
+          scheduler_->count(RequestState::kPreempted),
+          pools_.host.blocks_cached(),
+          pools_.host.blocks_reused(),
+          pools_.host.blocks_evicted()};
 }
 
 }  // namespace oasis

@@ -18,6 +18,7 @@ struct Usage {
   int64_t device_pages, device_pages_free, host_blocks, host_blocks_free, summary_pages,
       summary_pages_free;
   int64_t waiting, prefilling, decoding, preempted;
+  int64_t prefix_blocks_cached, prefix_blocks_reused, prefix_blocks_evicted;
 };
 
 struct RequestStats {
@@ -34,10 +35,12 @@ class Core {
   void check(int64_t prompt_tokens, int64_t max_new_tokens) const {
     scheduler_->check(prompt_tokens, max_new_tokens);
   }
-  void submit(RequestId id, int64_t prompt_tokens, int64_t max_new_tokens) {
-    scheduler_->submit(id, prompt_tokens, max_new_tokens);
+  void submit(RequestId id, int64_t prompt_tokens, int64_t max_new_tokens,
+              std::vector<BlockName> names = {}) {
+    scheduler_->submit(id, prompt_tokens, max_new_tokens, std::move(names));
   }
-  bool end(RequestId id);
+  bool end(RequestId id, std::vector<BlockName> names = {});
+  void forget(RequestId id) { scheduler_->forget(id); }
   std::vector<std::pair<RequestId, int>> begin_step();
   std::shared_ptr<const StepPlan> plan(const std::map<RequestId, int>& drafts);
   // qkv: [rows][(Hq + 2H) * D] -> out: [rows][Hq * D], in config.dtype, in the backend's memory,

@@ -1,6 +1,6 @@
 // Drives the core through its whole life without Python: random requests, drafts, cancels,
-// preemption and delayed transfers. Built with ThreadSanitizer and AddressSanitizer by
-// tests/test_sanitizers.py. Prints "ok" and a digest of all outputs.
+// preemption, shared prefixes and delayed transfers. Built with ThreadSanitizer and
+// AddressSanitizer by tests/test_sanitizers.py. Prints "ok" and a digest of all outputs.
 //
 // The digest must not depend on the delay: the same arrivals with a delayed transfer worker give
 // the same bits.
@@ -51,17 +51,34 @@ uint64_t mix(uint64_t h, float x) {
   return (h ^ bits) * 0x100000001b3ull;
 }
 
+// Requests of one family begin with the same rows; how many, depends on the request.
+int64_t source(RequestId id, int64_t position) {
+  const bool shared = position < id * 37 % 200 / kBlockTokens * kBlockTokens;
+  return shared ? -1 - id % 3 : id;
+}
+
 // The same (request, position, layer) always gets the same row, so that outputs do not depend on
 // what else is in the batch.
 void fill_row(RequestId id, int64_t position, int layer, float* row, int64_t floats) {
-  std::mt19937 rng(static_cast<uint32_t>(id * 7919 + position * 31 + layer));
+  std::mt19937 rng(static_cast<uint32_t>(source(id, position) * 7919 + position * 31 + layer));
   for (int64_t i = 0; i < floats; ++i)
     row[i] = static_cast<float>(static_cast<int>(rng() % 2001) - 1000) / 500.0f;
 }
 
+std::vector<BlockName> names(RequestId id, int64_t tokens) {
+  std::vector<BlockName> all(tokens / kBlockTokens);
+  uint64_t chain[2] = {0xcbf29ce484222325ull, 0};
+  for (size_t b = 0; b < all.size(); ++b) {
+    chain[0] = (chain[0] ^ static_cast<uint64_t>(source(id, b * kBlockTokens))) * 0x100000001b3ull;
+    chain[1] = b;
+    std::memcpy(all[b].data(), chain, sizeof chain);
+  }
+  return all;
+}
+
 struct Digest {
   uint64_t value = 0xcbf29ce484222325ull;
-  int64_t sparse = 0, preempted = 0, ended = 0;
+  int64_t sparse = 0, preempted = 0, ended = 0, reused = 0, evicted = 0;
 };
 
 Digest run(int delay_us, int requests, uint64_t seed) {
@@ -70,15 +87,17 @@ Digest run(int delay_us, int requests, uint64_t seed) {
   Core core(c, cos.data(), sin.data());
   const Usage fresh = core.usage();
   std::mt19937_64 rng(seed);
-  std::map<RequestId, int64_t> left;  // tokens still to generate
+  std::map<RequestId, int64_t> left;   // tokens still to generate
+  std::map<RequestId, int64_t> whole;  // tokens at its end
   RequestId next = 1;
   Digest d;
   const int64_t in_floats = int64_t{kHeads} * (kGroup + 2) * kDim,
                 out_floats = int64_t{kHeads} * kGroup * kDim;
   while (next <= requests || !left.empty()) {
     while (next <= requests && left.size() < 8 && rng() % 3 != 0) {
-      const int64_t prompt = 1 + rng() % 40, generate = 1 + rng() % 150;
-      core.submit(next, prompt, generate);
+      const int64_t prompt = 1 + rng() % 90, generate = 1 + rng() % 150;
+      core.submit(next, prompt, generate, names(next, prompt));
+      whole[next] = prompt + generate;
       left[next++] = generate;
     }
     std::map<RequestId, int> drafts;
@@ -127,7 +146,8 @@ Digest run(int delay_us, int requests, uint64_t seed) {
       const SequenceStats s = core.stats(id, 0).sequence;
       d.sparse += s.sparse_steps;
       d.preempted += s.preemptions;
-      if (!core.end(id)) fail("a request was unknown at its end");
+      if (rng() % 20 == 0) core.forget(id);
+      if (!core.end(id, names(id, whole[id]))) fail("a request was unknown at its end");
       left.erase(id);
       ++d.ended;
     }
@@ -137,6 +157,8 @@ Digest run(int delay_us, int requests, uint64_t seed) {
   if (u.device_pages_free != fresh.device_pages || u.host_blocks_free != fresh.host_blocks ||
       u.summary_pages_free != fresh.summary_pages)
     fail("pools are not back at their baseline");
+  d.reused = u.prefix_blocks_reused;
+  d.evicted = u.prefix_blocks_evicted;
   return d;
 }
 
@@ -172,6 +194,9 @@ int main(int argc, char** argv) {
   if (a.sparse == 0 || a.preempted == 0)
     fail("no sparse step or no preemption: " + std::to_string(a.sparse) + ", " +
          std::to_string(a.preempted));
+  if (a.reused == 0 || a.evicted == 0)
+    fail("no block was reused or none evicted: " + std::to_string(a.reused) + ", " +
+         std::to_string(a.evicted));
   for (uint64_t seed = 0; seed < 8; ++seed) drop(seed);
   std::printf("ok requests=%lld sparse_steps=%lld preemptions=%lld digest=%016llx\n",
               static_cast<long long>(a.ended), static_cast<long long>(a.sparse),

@@ -69,9 +69,11 @@ class EngineConfig:
     accept_drafts: bool = False
     max_batch_size: int = 64
     max_num_tokens: int = 512  # rows a step
+    max_queue_size: int = 256  # requests that wait to be scheduled for the first time; more are refused
     max_seq_len: int | None = None  # None: the model's
     device_kv_gib: float = 2.0
     host_kv_gib: float = 4.0
+    enable_prefix_caching: bool = True  # complete blocks stay in the host tier, for requests that begin with the same tokens
     host_memory_gib: float | None = None  # what the machine has in all, where memory grows with use; None: what it says of itself
     batch_invariant: bool = False  # CUDA: no row's result depends on its batch; slower. The CPU backend's never does
     cuda_graphs: bool = True
@@ -86,7 +88,7 @@ class EngineConfig:
         object.__setattr__(self, "fetch_ratio", str(self.fetch_ratio).strip())
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(f"model = {self.model!r}: give a name such as smollm2-135m, or a path")
-        for flag in ("dense", "accept_drafts", "trace", "dummy_weights", "batch_invariant", "cuda_graphs"):
+        for flag in ("dense", "accept_drafts", "trace", "dummy_weights", "batch_invariant", "cuda_graphs", "enable_prefix_caching"):
             if not isinstance(getattr(self, flag), bool):
                 raise ConfigError(f"{flag} = {getattr(self, flag)!r}: must be true or false")
         if self.drafter == "previous":  # the normal row's query predicts: no draft rows
@@ -104,6 +106,7 @@ class EngineConfig:
         _in_range("draft_len", self.draft_len, 0, MAX_DRAFT_LEN)
         _in_range("max_batch_size", self.max_batch_size, 1, 4096)
         _in_range("max_num_tokens", self.max_num_tokens, 1, 1 << 20)
+        _in_range("max_queue_size", self.max_queue_size, 1, 1 << 20)
         rows = self.max_batch_size * (1 + self.draft_len)
         if self.max_num_tokens < rows:
             raise ConfigError(
@@ -118,6 +121,11 @@ class EngineConfig:
         _size_gib("device_kv_gib", self.device_kv_gib)
         if not (self.host_kv_gib == 0 and self.dense and self.backend == "cuda"):  # then nothing is preempted
             _size_gib("host_kv_gib", self.host_kv_gib)
+        elif self.enable_prefix_caching:
+            raise ConfigError(
+                "enable_prefix_caching with host_kv_gib = 0: prefixes are kept in the host tier; give enable_prefix_caching = False "
+                "(--no-enable-prefix-caching), or a host tier"
+            )
         if self.gather_ctas is not None:
             _in_range("gather_ctas", self.gather_ctas, 1, 64)
         _in_range("foreground_sms", self.foreground_sms, 0, 1024)

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import signal
-import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,7 +11,9 @@ from typing import Any
 
 from oasiskv.bench.text import essays
 from oasiskv.checkpoint import resolve_model
+from oasiskv.errors import OasisError
 from oasiskv.serve.grpc_client import generate
+from oasiskv.serve.local import LocalService
 from oasiskv.tokenizer import Tokenizer
 
 MODEL = "smollm2-135m"
@@ -33,60 +31,11 @@ def prompt() -> str:
     return tokenizer.apply_chat([{"role": "user", "content": f"{document}\n\n{QUESTION}"}])
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports nobody listens on at this moment."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for s in sockets:
-            s.bind(("127.0.0.1", 0))
-        return [s.getsockname()[1] for s in sockets]
-
-
-class Service:
-    """`oasiskv serve` as a child, as a user would run it."""
-
-    def __init__(self, *flags: str) -> None:
-        self.port, http, metrics = free_ports(3)
-        command = [
-            sys.executable,
-            "-m",
-            "oasiskv.cli",
-            "serve",
-            "--model",
-            MODEL,
-            "--top-k-blocks",
-            str(TOP_K),
-            "--grpc-port",
-            str(self.port),
-            "--http-port",
-            str(http),
-            "--metrics-port",
-            str(metrics),
-            *flags,
-        ]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        try:
-            line = next((line for line in self._process.stdout if "ready:" in line), None)
-        except BaseException:  # Ctrl-C while the model loads
-            self.__exit__()
-            raise
-        if line is None:
-            raise SystemExit(f"demo: the server did not start (exit {self._process.wait()}); its reason is above")
-        print(f"  {line.strip()}", flush=True)
-
-    def __enter__(self) -> Service:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.send_signal(signal.SIGTERM)
-        self._process.wait(60)
-
-
-def ask(port: int, text: str, show: bool) -> dict[str, Any]:
+def ask(url: str, text: str, show: bool) -> dict[str, Any]:
     """Stream one answer through the ensemble; the server's own statistics plus what the client saw."""
     answer, stats, times = "", {}, []
     begin = time.perf_counter()
-    for piece in generate(f"127.0.0.1:{port}", text, deadline_s=300, max_tokens=MAX_TOKENS, stream=True):
+    for piece in generate(url, text, deadline_s=300, max_tokens=MAX_TOKENS, stream=True):
         times.append(time.perf_counter())
         answer += piece.text
         stats = piece.stats or stats
@@ -123,13 +72,15 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     args = parser.parse_args()
     text = prompt()
+    flags = ("--model", MODEL, "--top-k-blocks", str(TOP_K))
     print("Serving the embedded model, sparse:", flush=True)
-    with Service() as service:
-        print(f"\n  {QUESTION}\n", flush=True)
-        sparse = ask(service.port, text, show=True)
+    with LocalService(*flags) as service:
+        print(f"  {service.ready}\n\n  {QUESTION}\n", flush=True)
+        sparse = ask(service.grpc_url, text, show=True)
     print("\nThe same, dense, for comparison:", flush=True)
-    with Service("--dense") as service:
-        dense = ask(service.port, text, show=False)
+    with LocalService(*flags, "--dense") as service:
+        print(f"  {service.ready}", flush=True)
+        dense = ask(service.grpc_url, text, show=False)
     print(f"\n{table(sparse, dense)}")
     if args.json:
         figures = sparse | {
@@ -148,3 +99,5 @@ if __name__ == "__main__":
         sys.exit(main())
     except KeyboardInterrupt:
         sys.exit(130)
+    except OasisError as error:
+        sys.exit(f"demo: {error}")

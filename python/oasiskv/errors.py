@@ -25,5 +25,9 @@ class EngineError(OasisError):
     """The engine failed, or is closed."""
 
 
+class QueueFullError(EngineError):
+    """As many requests wait as may: try again later."""
+
+
 class ServeError(OasisError):
     """The server did not come up, or cannot be kept up."""

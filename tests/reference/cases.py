@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,6 +38,8 @@ class Shape:
     cancel: float = 0.0  # chance a step that a live request is cancelled
     draft_chance: float = 0.8
     threads: int = 1
+    prefixes: int = 0  # streams of rows that requests begin with, under names; 0: no request has names
+    spare_blocks: int | None = None  # None: host units for all requests; else for the longest and this many blocks more
 
 
 def integer_rows(rng: np.random.Generator, s: Shape, positions: int) -> np.ndarray:
@@ -54,6 +57,31 @@ def integer_rows(rng: np.random.Generator, s: Shape, positions: int) -> np.ndarr
 
 def real_rows(rng: np.random.Generator, s: Shape, positions: int) -> np.ndarray:
     return rng.standard_normal((s.layers, positions, (s.heads * s.group + 2 * s.heads) * s.dim)).astype(np.float32)
+
+
+class Rows:
+    """Rows of one case's requests, of which many begin alike where the shape has prefixes."""
+
+    def __init__(self, rng: np.random.Generator, s: Shape, positions: int) -> None:
+        self._rng, self._s = rng, s
+        self._make = integer_rows if s.integer else real_rows
+        self._streams = [self._make(rng, s, positions) for _ in range(s.prefixes)]
+
+    def __call__(self, positions: int) -> np.ndarray:
+        """[L, positions, W] float32: up to some block those of one of the streams."""
+        rows = self._make(self._rng, self._s, positions)
+        if self._streams:
+            shared = int(self._rng.integers(0, positions, endpoint=True)) // BLOCK * BLOCK
+            rows[:, :shared] = self._streams[self._rng.integers(len(self._streams))][:, :shared]
+        return rows
+
+    def names(self, rows: np.ndarray) -> bytes:
+        """Of the complete blocks of these rows, for the prefix cache: the same rows from the first on have the same name."""
+        names = [b""]
+        for end in range(BLOCK, (rows.shape[1] if self._streams else 0) + 1, BLOCK):
+            block = np.ascontiguousarray(rows[:, end - BLOCK : end]).tobytes()
+            names.append(hashlib.blake2b(names[-1] + block, digest_size=16).digest())
+        return b"".join(names)
 
 
 def rope_tables(s: Shape, positions: int) -> tuple[np.ndarray, np.ndarray]:
@@ -84,7 +112,7 @@ def core_config(s: Shape, wanted: list[tuple[int, int]], seed: int) -> _core.Cor
     blocks = [-(-(p + n) // BLOCK) for p, n in wanted]
     widest = max(pages_alone(s, p, n) for p, n in wanted)
     cfg.device_pages = sum(blocks) + 4 * s.requests if s.spare_pages is None else widest + s.spare_pages
-    cfg.host_blocks = sum(blocks) * s.layers
+    cfg.host_blocks = (sum(blocks) if s.spare_blocks is None else max(blocks) + s.spare_blocks) * s.layers
     cfg.max_batch_size = s.requests
     cfg.max_num_tokens = max(s.max_num_tokens, s.requests * (1 + s.drafts))
     cfg.max_seq_len, cfg.num_threads, cfg.trace = max(p + n for p, n in wanted), s.threads, True

@@ -15,17 +15,51 @@ SequenceKv::SequenceKv(const CoreConfig& config, Pools& pools, int64_t max_token
 SequenceKv::~SequenceKv() {
   give_back_pages();
   pools_.summary.give_back_all(summary_pages_);
-  pools_.host.give_back_all(host_);
+  // The last block first: what is kept goes in the order in which it is let go, and a block is of
+  // no use without those before it, which may be kept for others.
+  for (int64_t b = static_cast<int64_t>(host_.size()) / layers_; b-- > 0;) {
+    const auto at = static_cast<size_t>(b);
+    if (at < kept_.size() && kept_[at])
+      pools_.host.release(*kept_[at]);
+    else
+      pools_.host.give_back(units(b));
+    if (at < names_.size()) pools_.host.touch(names_[at]);
+  }
   if (row_.valid()) pools_.rows.give_back(row_);
 }
 
-bool SequenceKv::reserve(int64_t blocks) {
+bool SequenceKv::reserve(int64_t blocks, const std::vector<BlockName>& names, int64_t most_reused) {
+  const auto most = std::min<size_t>(names.size(), most_reused);
+  const auto run = pools_.host.find_run(std::span(names).first(most));
+  const auto reused = static_cast<int64_t>(run.size());
+  const int64_t own = max_host_blocks_ - reused * layers_;
   if (pools_.rows.free_count() == 0 || pools_.summary.free_count() < max_summary_pages_ ||
-      pools_.host.free_count() < max_host_blocks_ || !grow_pages(blocks))
+      pools_.host.free_count_beside(run) < own || !grow_pages(blocks))
     return false;
-  pools_.host.take_all(max_host_blocks_, host_);
+  for (HostPool::Handle block : run) {
+    pools_.host.use(block);
+    host_.insert(host_.end(), block->units.begin(), block->units.end());
+    kept_.emplace_back(block);
+  }
+  pools_.host.take(own, host_);
+  names_ = names;
+  settled = stats.kv_blocks = stats.kv_blocks_reused = reused;
+  committed = exact = reused * kBlockTokens;
   row_ = pools_.rows.take();
   return pools_.summary.take_all(max_summary_pages_, summary_pages_);
+}
+
+void SequenceKv::keep(int64_t from, int64_t to) {
+  to = std::min({to, named_blocks(), exact / kBlockTokens});
+  if (static_cast<int64_t>(kept_.size()) < to) kept_.resize(to);
+  for (int64_t b = from; b < to; ++b)
+    if (!kept_[b]) kept_[b] = pools_.host.keep(names_[b], units(b));
+}
+
+void SequenceKv::forget() {
+  for (const auto& block : kept_)
+    if (block) pools_.host.forget(*block);
+  names_.clear();
 }
 
 bool SequenceKv::grow_pages(int64_t total) {

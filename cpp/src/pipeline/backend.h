@@ -25,12 +25,14 @@ class Backend {
  public:
   virtual ~Backend() = default;
 
-  // The sequence has its row, units and pages; what they held before is nobody's.
+  // The sequence has its row, units and pages; what they held before is nobody's, but for the units
+  // of the blocks that it begins with: those come to their pages, and are summarised.
   virtual void admit(const SequenceKv& seq) = 0;
   // It is about to turn sparse by the first selection that it made in `step`, of `complete` blocks:
   // moves what stays into its slots. Before SequenceKv::turn_sparse.
   virtual void sparsify(const SequenceKv& seq, int64_t complete, int64_t step) = 0;
-  // Its open blocks go to their host units. Before SequenceKv::give_back_pages.
+  // Its open blocks go to their host units, which are final for those that are complete. Before
+  // SequenceKv::give_back_pages, or the end of a sequence whose blocks are kept.
   virtual void save(const SequenceKv& seq) = 0;
   // The other way round, and refetches what was resident. After SequenceKv::take_pages_back.
   virtual void restore(const SequenceKv& seq) = 0;

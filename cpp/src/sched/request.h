@@ -22,6 +22,8 @@ struct Request {
   RequestId id = 0;
   int64_t prompt_tokens = 0;
   int64_t max_new_tokens = 0;
+  std::vector<BlockName>
+      names;  // of the prompt's complete blocks; none: neither reuses nor leaves any
   RequestState state = RequestState::kWaiting;
   RequestState resume_to = RequestState::kPrefill;
   // Known tokens: the prompt and what was generated; KV exists for seq->committed of them.

@@ -47,25 +47,56 @@ void Scheduler::check(int64_t prompt_tokens, int64_t max_new_tokens) const {
                         std::to_string(pools_.summary.size()) + "): raise summary_pages");
 }
 
-void Scheduler::submit(RequestId id, int64_t prompt_tokens, int64_t max_new_tokens) {
+void Scheduler::submit(RequestId id, int64_t prompt_tokens, int64_t max_new_tokens,
+                       std::vector<BlockName> names) {
   if (find(id))
     throw std::invalid_argument("request id " + std::to_string(id) + " is already in use");
   check(prompt_tokens, max_new_tokens);
+  if (static_cast<int64_t>(names.size()) > prompt_tokens / kBlockTokens)
+    throw std::invalid_argument(std::to_string(names.size()) + " names for a prompt of " +
+                                std::to_string(prompt_tokens) +
+                                " tokens: at most one a complete block of 16");
+  if (!names.empty() && config_.host_blocks == 0)
+    throw std::invalid_argument("names without a host tier (host_blocks = 0): nothing is kept");
   auto r = std::make_unique<Request>();
   r->id = id;
   r->prompt_tokens = prompt_tokens;
   r->max_new_tokens = max_new_tokens;
   r->tokens = prompt_tokens;
+  r->names = std::move(names);
   requests_.push_back(std::move(r));
 }
 
-bool Scheduler::end(RequestId id) {
+bool Scheduler::end(RequestId id, std::vector<BlockName> names) {
   const auto at =
       std::find_if(requests_.begin(), requests_.end(), [&](const auto& r) { return r->id == id; });
   if (at == requests_.end()) return false;
-  if ((*at)->seq) backend_.release(*(*at)->seq);
+  if ((*at)->seq) {
+    keep_blocks(**at, std::move(names));
+    backend_.release(*(*at)->seq);
+  }
   requests_.erase(at);
   return true;
+}
+
+void Scheduler::forget(RequestId id) {
+  Request* r = find(id);
+  if (r && r->seq) r->seq->forget();
+}
+
+// All that is complete, also what no step has settled yet. What is preempted was saved then.
+void Scheduler::keep_blocks(Request& r, std::vector<BlockName> names) {
+  SequenceKv& seq = *r.seq;
+  if (static_cast<int64_t>(names.size()) > seq.named_blocks()) seq.name_more(std::move(names));
+  int64_t complete = std::min(seq.exact / kBlockTokens, seq.named_blocks());
+  if (complete > seq.settled && r.running()) {
+    try {
+      backend_.save(seq);
+    } catch (...) {  // a backend that has failed serves no more, but whoever runs must end
+      complete = seq.settled;
+    }
+  }
+  seq.keep(0, complete);
 }
 
 Request* Scheduler::find(RequestId id) {
@@ -161,7 +192,8 @@ void Scheduler::admit() {
     const int64_t pages = blocks_for(config_.host_blocks > 0 ? r->prompt_tokens : r->max_tokens());
     if (!leaves_room(pages)) return;
     auto seq = std::make_unique<SequenceKv>(config_, pools_, r->max_tokens());
-    if (!seq->reserve(pages)) return;
+    // At least one token is computed: its logits are asked for.
+    if (!seq->reserve(pages, r->names, (r->prompt_tokens - 1) / kBlockTokens)) return;
     backend_.admit(*seq);
     r->seq = std::move(seq);
     r->state = RequestState::kPrefill;
@@ -276,12 +308,16 @@ void Scheduler::commit(const StepPlan& plan, const std::map<RequestId, int>& new
     }
     r.tokens += yielded;
     r.seq->settled = g.settle_to;
+    r.seq->keep(g.settle_from, g.settle_to);
     r.seq->committed += g.kind == RowKind::kPrefill ? g.rows : yielded;
+    if (g.kind != RowKind::kSparse || g.settle_to <= config_.top_k_blocks)
+      r.seq->exact = r.seq->committed;
+    if (g.kind != RowKind::kPrefill) r.seq->stats_before = {r.seq->stats, plan.step};
+    r.seq->stats.kv_blocks = blocks_for(r.seq->committed);
     if (g.kind == RowKind::kPrefill) {
       if (g.logits_rows > 0) r.state = RequestState::kDecode;
       continue;
     }
-    r.seq->stats_before = {r.seq->stats, plan.step};
     SequenceStats& s = r.seq->stats;
     if (g.kind == RowKind::kDense) {
       ++s.dense_steps;

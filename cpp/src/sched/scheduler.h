@@ -20,8 +20,15 @@ class Scheduler {
   // Throws CapacityError for what could never run here, even alone. Reads sizes only: any thread
   // may call it.
   void check(int64_t prompt_tokens, int64_t max_new_tokens) const;
-  void submit(RequestId id, int64_t prompt_tokens, int64_t max_new_tokens);
-  bool end(RequestId id);  // false if unknown
+  // `names`: of the prompt's complete blocks, or none. It begins with what is kept under them, and
+  // keeps its own under them as they settle.
+  void submit(RequestId id, int64_t prompt_tokens, int64_t max_new_tokens,
+              std::vector<BlockName> names = {});
+  // False if unknown. `names`: of all its complete blocks, as far as it may keep more than those
+  // that it was submitted with.
+  bool end(RequestId id, std::vector<BlockName> names = {});
+  // The blocks that it keeps are found no more by whoever comes.
+  void forget(RequestId id);
   // Settles who decodes in the next step (one resumes, some turn sparse); how many draft rows each
   // of them may use. Throws while there is a request that a step broke.
   std::vector<std::pair<RequestId, int>> begin_step();
@@ -42,6 +49,7 @@ class Scheduler {
   int draft_rows(const Request& r) const;
   int64_t decode_pages(const Request& r, int rows) const;
   bool selects_first(const Request& r) const;
+  void keep_blocks(Request& r, std::vector<BlockName> names);
   void turn_sparse();
   void resume_one();
   void admit();

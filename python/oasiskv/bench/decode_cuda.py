@@ -60,6 +60,7 @@ def _config(args: argparse.Namespace, mode: str) -> EngineConfig:
         max_seq_len=args.context + max(_output(args, batch, steps) for steps in _passes(args)) + 32,
         device_kv_gib=args.hbm_kv_gib,
         host_kv_gib=0 if dense else args.host_kv_gib,
+        enable_prefix_caching=False,  # the same prompts are prefilled at each concurrency, and timed
         host_memory_gib=args.host_memory_gib,
         cuda_graphs=not args.no_graphs,
     )

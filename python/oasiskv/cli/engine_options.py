@@ -33,9 +33,16 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--accept-drafts", action="store_true", help="keep drafted tokens that prove right (needs --draft-len 2 or more)")
     group.add_argument("--max-batch-size", type=int, default=d.max_batch_size, help="requests that run at the same time")
     group.add_argument("--max-num-tokens", type=int, default=d.max_num_tokens, help="rows a step")
+    group.add_argument(
+        "--max-queue-size", type=int, default=d.max_queue_size, help="requests that may wait to be scheduled; more are refused"
+    )
     group.add_argument("--max-seq-len", type=int, default=d.max_seq_len, help="prompt and output tokens; None: the model's")
     group.add_argument("--device-kv-gib", type=float, default=d.device_kv_gib, help="fast tier of the KV cache")
     group.add_argument("--host-kv-gib", type=float, default=d.host_kv_gib, help="slow tier of the KV cache")
+    group.add_argument(
+        "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=d.enable_prefix_caching,
+        help="keep complete blocks in the slow tier, for requests that begin with the same tokens",
+    )  # fmt: skip
     group.add_argument(
         "--host-memory-gib", type=float, default=d.host_memory_gib,
         help="memory of the machine, where it grows with use; None: what a control group or the system says",

@@ -167,6 +167,10 @@ class CudaRunner(Runner):
         with torch.cuda.stream(self._stream):
             return self._model.last_logits(rows).cpu()
 
+    def context_logits(self, first: int, count: int) -> torch.Tensor:
+        with torch.cuda.stream(self._stream):
+            return self._model.context_logits(first, count, self.core.stream)
+
     def drafts_used(self, step: int, count: int) -> list[int]:
         return self._used[step % 2, :count].tolist()
 

@@ -12,7 +12,7 @@ import logging
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,13 +21,17 @@ from oasiskv.checkpoint import ModelConfig
 from oasiskv.config import EngineConfig
 from oasiskv.draft import DraftRequest, make_drafter
 from oasiskv.engine.cuda_runner import CudaRunner, require_cuda
+from oasiskv.engine.guide import Guides, RowGuide
 from oasiskv.engine.loaded import LoadedModel, load_model
 from oasiskv.engine.machine import check_pools_fit, usable_cpus
+from oasiskv.engine.metrics import EngineMetrics
+from oasiskv.engine.prefix import BlockNames
+from oasiskv.engine.request_check import check_request
 from oasiskv.engine.runner import CpuRunner, Runner
 from oasiskv.engine.sampler import Sampled, Sampler, Unsampled
 from oasiskv.engine.sampling import SamplingParams
 from oasiskv.engine.sequence import RequestOutput, Sequence
-from oasiskv.errors import CapacityError, ConfigError, EngineError, RequestError
+from oasiskv.errors import CapacityError, ConfigError, EngineError
 from oasiskv.tokenizer import IncrementalDetokenizer
 
 _GIB = 1024**3
@@ -72,6 +76,14 @@ def core_config(config: EngineConfig, model: ModelConfig) -> _core.CoreConfig:
     return c
 
 
+class _ContextRows(NamedTuple):
+    """Rows of a step that are a prompt whose logits a request wants."""
+
+    request_id: int
+    first: int
+    count: int
+
+
 @dataclass
 class _Launched:
     """A step whose tokens are not read yet: the requests that get one, and those that were planned with drafts, in the runner's order."""
@@ -79,20 +91,24 @@ class _Launched:
     step: int
     sampling: list[int]
     drafting: list[int]
+    context: list[_ContextRows]
 
 
 @dataclass
 class _Taken:
     """Requests that have taken a step's tokens, whose text is not read yet; statistics of those that ended by them, which the core has
-    forgotten already; and the outputs of those that failed."""
+    forgotten already; the outputs of those that failed; and those of prompts' logits."""
 
     sequences: list[Sequence]
     stats: dict[int, dict[str, Any]]
     errors: list[RequestOutput]
+    context: list[RequestOutput]
 
 
 class Engine:
-    """Owns the model, the core and every request's tokens. Driven by one thread; only `check` and `next_id` are safe from others."""
+    """Owns the model, the core and every request's tokens. Driven by one thread; `check`, `start_guide` and `next_id` are safe from
+    others.
+    """
 
     def __init__(
         self,
@@ -116,47 +132,63 @@ class Engine:
         self._drafter = make_drafter(config.drafter, self.tokenizer)
         self._on_host = sampler is not None  # that sampler sees every token
         self._sampler = sampler or Sampler(self.tokenizer.eos_ids)
+        self._guides = Guides(self.tokenizer, model.config.vocab_size)
         self._sequences: dict[int, Sequence] = {}
+        self._block_names: dict[int, BlockNames] = {}  # of requests that may use the prefix cache
         self._launched: deque[_Launched] = deque()  # oldest first; two while the tokens of one are waited for
         self._error: Exception | None = None  # of a launch, for the next step to raise
         self._ids = itertools.count(1)
+        self.metrics = EngineMetrics()
 
     # ------------------------------------------------------------ requests
 
     def check(self, prompt_ids: list[int], params: SamplingParams) -> None:
         """Raise RequestError or CapacityError for what can never run here."""
-        if not prompt_ids:
-            raise RequestError("the prompt is empty: give at least one token")
-        vocab = self.model_config.vocab_size
-        for token in prompt_ids:
-            if not isinstance(token, int) or not 0 <= token < vocab:
-                raise RequestError(f"prompt token id {token!r}: must be an integer in 0..{vocab - 1}, as the vocabulary is")
-        for field, ids in (
-            ("bad_words", (t for word in params.bad_words for t in word)),
-            ("logit_bias", (t for t, _ in params.logit_bias)),
-        ):
-            if (beyond := next((t for t in ids if t >= vocab), None)) is not None:
-                raise RequestError(f"{field}: token id {beyond}: must be in 0..{vocab - 1}, as the vocabulary is")
+        check_request(prompt_ids, params, self.model_config.vocab_size)
         try:
             self._core.check(len(prompt_ids), params.max_tokens)
         except ValueError as error:
             raise CapacityError(str(error)) from None
+        self.start_guide(prompt_ids, params)
+
+    def start_guide(self, prompt_ids: list[int], params: SamplingParams) -> RowGuide | None:
+        """What follows the request's guide, None without one; compiling takes milliseconds, up to seconds. Raises RequestError."""
+        if params.guide is None:
+            return None
+        return self._guides.start(params.guide, params.end_ids(self.tokenizer.eos_ids), len(prompt_ids))
 
     def next_id(self) -> int:
         return next(self._ids)
 
-    def add(self, request_id: int, prompt_ids: list[int], params: SamplingParams, submitted: float | None = None) -> None:
-        """Queue a checked request; `submitted`: time.perf_counter() when its client asked, now if left out."""
-        self._core.submit(request_id, len(prompt_ids), params.max_tokens)
+    def add(
+        self,
+        request_id: int,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        arrival_ns: int | None = None,
+        guide: RowGuide | None = None,
+    ) -> None:
+        """Queue a checked request; `arrival_ns`: time.monotonic_ns() when its client asked, now if left out; `guide`: from start_guide,
+        made here if left out.
+        """
+        guide = guide or self.start_guide(prompt_ids, params)
+        cached = self.config.enable_prefix_caching and params.use_cache and not params.return_context_logits
+        block_names = BlockNames(params.cache_salt) if cached else None
+        self._core.submit(request_id, len(prompt_ids), params.max_tokens, block_names.of(prompt_ids) if block_names else b"")
+        if block_names:
+            self._block_names[request_id] = block_names
         detokenizer, eos_ids = IncrementalDetokenizer(self.tokenizer), self.tokenizer.eos_ids
-        submitted = time.perf_counter() if submitted is None else submitted
-        self._sequences[request_id] = Sequence(request_id, prompt_ids, params, detokenizer, eos_ids, submitted)
+        arrival_ns = time.monotonic_ns() if arrival_ns is None else arrival_ns
+        self._sequences[request_id] = Sequence(request_id, prompt_ids, params, detokenizer, eos_ids, arrival_ns, guide)
 
-    def stop(self, request_id: int, reason: str, error: str | None = None) -> RequestOutput | None:
-        """End a request from outside, in any state; None if it is not known (any more)."""
+    def stop(self, request_id: int, reason: str, error: str | None = None, spoiled: bool = False) -> RequestOutput | None:
+        """End a request from outside, in any state; None if it is not known (any more). `spoiled`: its blocks leave the prefix cache."""
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return None
+        if spoiled:
+            self._block_names.pop(request_id, None)
+            self._core.forget(request_id)
         stats = self._end(sequence)
         return sequence.cut_short(reason, error, stats)
 
@@ -167,7 +199,8 @@ class Engine:
         except Exception:  # of a device that is lost: the request ends all the same
             _log.exception("request %d: its statistics are lost", sequence.id)
             stats = {}
-        self._core.end(sequence.id)
+        block_names = self._block_names.pop(sequence.id, None)
+        self._core.end(sequence.id, block_names.of(sequence.token_ids) if block_names else b"")
         self._runner.forget(sequence.id)
         self._drafter.forget(sequence.id)
         del self._sequences[sequence.id]
@@ -209,7 +242,9 @@ class Engine:
             return []
         if not self._launched:
             return []
+        step = self._launched[0].step
         taken = self._collect()
+        self._tell_progress([sequence.id for sequence in taken.sequences], step)
         if len(self._launched) < depth:
             self._launch()
         return self._outputs(taken)
@@ -225,7 +260,7 @@ class Engine:
             return False
 
     def _launch_next(self) -> bool:
-        groups = self._core.plan(dict(self._core.begin_step()))
+        groups = self._plan(dict(self._core.begin_step()))
         if not groups:
             return False
         try:
@@ -234,7 +269,8 @@ class Engine:
             self._core.commit(dict.fromkeys(sampling, 1))
         finally:
             self._core.abort_step()  # does nothing once the step is committed
-        self._launched.append(_Launched(self._core.last_step, sampling, [g.id for g in groups if g.drafts]))
+        drafting = [g.id for g in groups if g.drafts]
+        self._launched.append(_Launched(self._core.last_step, sampling, drafting, self._context_rows(groups)))
         return True
 
     def _collect(self) -> _Taken:
@@ -258,6 +294,7 @@ class Engine:
             requests = list(on_host.values())
             logits = self._runner.logits_rows(list(on_host), requests)
             sampled.update(zip([s.id for s in requests], self._sampler.sample(logits, [s.row for s in requests]), strict=True))
+        context = self._read_context(launched.context)
         self._launched.popleft()
         for i, used in zip(launched.drafting, drafts_used, strict=True):
             if i in sequences:
@@ -266,7 +303,7 @@ class Engine:
         failed: dict[int, str] = {}
         for i in launched.sampling:
             self._take(i, sampled.get(i), taken, failed)
-        return self._end_finished(taken, failed, launched.step)
+        return self._end_finished(taken, failed, context, launched.step)
 
     def _take(self, request_id: int, token: Sampled | Unsampled | None, taken: dict[int, Sequence], failed: dict[int, str]) -> None:
         """Sort a request into `taken` with its token, or into `failed`; nothing for one that has ended since."""
@@ -278,13 +315,35 @@ class Engine:
 
     def _whole_step(self) -> list[RequestOutput]:
         drafts = self._propose()
-        groups = self._core.plan({i: len(d) for i, d in drafts.items()})
+        groups = self._plan({i: len(d) for i, d in drafts.items()})
         if not groups:
             return []
         try:
-            return self._finish_step(groups, drafts, self._runner.logits(groups, drafts, self._sequences))
+            logits = self._runner.logits(groups, drafts, self._sequences)
+            outputs = self._finish_step(groups, drafts, logits, self._read_context(self._context_rows(groups)))
         finally:
             self._core.abort_step()  # does nothing once the step is committed
+        self._tell_progress([g.id for g in groups if g.logits_rows])
+        return outputs
+
+    def _plan(self, drafts: dict[int, int]) -> list[_core.RowGroup]:
+        groups = self._core.plan(drafts)
+        for g in groups:
+            self._sequences[g.id].scheduled()
+        return groups
+
+    def _context_rows(self, groups: list[_core.RowGroup]) -> list[_ContextRows]:
+        found, first = [], 0
+        for g in groups:
+            if g.kind == "prefill" and self._sequences[g.id].params.return_context_logits:
+                found.append(_ContextRows(g.id, first, g.rows))
+            first += g.rows
+        return found
+
+    def _read_context(self, rows: list[_ContextRows]) -> list[RequestOutput]:
+        """Of the runner's last step, after all else that is read of it."""
+        wanted = [r for r in rows if r.request_id in self._sequences]
+        return [RequestOutput(r.request_id, context_logits=self._runner.context_logits(r.first, r.count).numpy()) for r in wanted]
 
     def _propose(self) -> dict[int, list[int]]:
         wanted = self._core.begin_step()
@@ -298,7 +357,9 @@ class Engine:
             return {}
         return {r.id: d[: r.count] for r, d in zip(requests, proposals, strict=True) if d}
 
-    def _finish_step(self, groups: list[_core.RowGroup], drafts: dict[int, list[int]], logits: torch.Tensor) -> list[RequestOutput]:
+    def _finish_step(
+        self, groups: list[_core.RowGroup], drafts: dict[int, list[int]], logits: torch.Tensor, context: list[RequestOutput]
+    ) -> list[RequestOutput]:
         yielded: dict[int, int] = {}
         taken: dict[int, Sequence] = {}
         failed: dict[int, str] = {}
@@ -335,7 +396,7 @@ class Engine:
                 self._sequences[g.id].drafted += g.drafts
                 self._sequences[g.id].accepted += yielded[g.id] - 1
         self._core.commit(yielded)
-        return self._outputs(self._end_finished(taken, failed))
+        return self._outputs(self._end_finished(taken, failed, context))
 
     def _sample(self, pending: list[tuple[_core.RowGroup, int]], logits: torch.Tensor) -> list[Sampled | Unsampled]:
         rows = [self._sequences[g.id].row for g, _ in pending]
@@ -346,10 +407,11 @@ class Engine:
         sampled = iter(self._sampler.sample(logits[kept], [rows[i] for i in kept]) if kept else [])
         return [next(sampled) if ok else _NOT_FINITE for ok in good]
 
-    def _end_finished(self, taken: dict[int, Sequence], failed: dict[int, str], step: int = 0) -> _Taken:
+    def _end_finished(self, taken: dict[int, Sequence], failed: dict[int, str], context: list[RequestOutput], step: int = 0) -> _Taken:
         stats = {i: self._end(sequence, step) for i, sequence in taken.items() if sequence.finish_reason and i not in failed}
-        errors = [output for i, error in failed.items() if (output := self.stop(i, "error", error))]
-        return _Taken([sequence for i, sequence in taken.items() if i not in failed], stats, errors)
+        # What made logits not finite may be in the cache: whoever comes with the same prefix computes it anew.
+        errors = [output for i, error in failed.items() if (output := self.stop(i, "error", error, spoiled=error == _NOT_FINITE.error))]
+        return _Taken([sequence for i, sequence in taken.items() if i not in failed], stats, errors, context)
 
     def _outputs(self, taken: _Taken) -> list[RequestOutput]:
         outputs = []
@@ -360,7 +422,23 @@ class Engine:
                 output.finished, output.finish_reason, output.stats = True, sequence.finish_reason, taken.stats[sequence.id]
             if output.token_ids or output.finished:
                 outputs.append(output)
-        return outputs + taken.errors
+        return taken.context + outputs + taken.errors
+
+    def _tell_progress(self, request_ids: list[int], step: int = 0) -> None:
+        """Of those that a step gave tokens, now and then: what a long request does is counted before its end."""
+        if not self.metrics.wants_progress():
+            return
+        try:
+            for i in request_ids:
+                if sequence := self._sequences.get(i):
+                    self.metrics.progress(i, self._stats(sequence, step))
+        except Exception:  # of a device that is lost: the step's tokens are told all the same
+            _log.exception("the statistics of running requests are lost")
+
+    @property
+    def steps(self) -> int:
+        """Planned so far."""
+        return self._core.last_step
 
     @property
     def runner(self) -> Runner:
@@ -376,7 +454,9 @@ class Engine:
         return self._stats(self._sequences[request_id], 0)
 
     def usage(self) -> dict[str, int]:
-        """Occupancy of the pools, counts of requests by state, and on CUDA of captured steps (two a size)."""
+        """Occupancy of the pools, where what is only cached counts as free; counts of requests by state; blocks of the prefix cache: those
+        that it has, and in all those that were reused and evicted; and on CUDA captured steps (two a size).
+        """
         return self._core.usage() | self._runner.usage()
 
     def take_trace(self) -> list[dict[str, Any]]:

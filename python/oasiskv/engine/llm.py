@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from oasiskv.config import EngineConfig
 from oasiskv.engine.loop import EngineLoop
 from oasiskv.engine.sampler import Sampled
@@ -21,19 +23,31 @@ Prompt = str | list[int]
 
 @dataclass
 class GenerationResult:
-    """One prompt's whole answer. `finish_reason` is stop, length, cancelled or error (then `error` says why)."""
+    """One prompt's whole answer. `finish_reason` is stop, length, cancelled or error (then `error` says why).
+
+    context_logits, generation_logits: float32 [tokens, vocab] once finished; None if not asked for, or there are none.
+    """
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Sampled] = field(default_factory=list)
+    context_logits: np.ndarray | None = field(default=None, compare=False)
+    generation_logits: np.ndarray | None = field(default=None, compare=False)
     finish_reason: str | None = None
     error: str | None = None
     stats: dict[str, Any] = field(default_factory=dict)
+    _parts: dict[str, list[np.ndarray]] = field(default_factory=dict, repr=False)
 
     def take(self, output: RequestOutput) -> None:
         self.text += output.text
         self.token_ids += output.token_ids
         self.logprobs += output.logprobs
+        for name in ("context_logits", "generation_logits"):
+            part = getattr(output, name)
+            if part is not None:
+                self._parts.setdefault(name, []).append(part)
+            if output.finished and name in self._parts:
+                setattr(self, name, np.concatenate(self._parts.pop(name)))
         if output.finished:
             self.finish_reason, self.error, self.stats = output.finish_reason, output.error, output.stats or {}
 
@@ -53,7 +67,10 @@ class LLM:
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[GenerationResult]:
-        """Answer all prompts as one batch; results in prompt order. Nothing is submitted if one of them is refused."""
+        """Answer all prompts as one batch; results in prompt order. Nothing is submitted if one of them is refused.
+
+        They may be more than `max_queue_size`: what finds no place waits here for one, as in `stream`.
+        """
         many: list[Prompt] = [prompts] if isinstance(prompts, str) or _is_ids(prompts) else list(prompts)
         each = _spread(params, len(many))
         encoded = [self._encode(p) for p in many]
@@ -64,7 +81,7 @@ class LLM:
         requests: list[int] = []
         try:
             for i, (ids, one) in enumerate(zip(encoded, each, strict=True)):
-                requests.append(self._loop.submit(ids, one, lambda o, i=i: outputs.put((i, o))))
+                requests.append(self._loop.submit(ids, one, lambda o, i=i: outputs.put((i, o)), wait=True))
             left = len(many)
             while left:
                 i, output = outputs.get()
@@ -79,7 +96,7 @@ class LLM:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Yield outputs as they come; closing the iterator cancels the request."""
         outputs: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
-        request_id = self._loop.submit(self._encode(prompt), params or SamplingParams(), outputs.put)
+        request_id = self._loop.submit(self._encode(prompt), params or SamplingParams(), outputs.put, wait=True)
         try:
             while True:
                 output = outputs.get()
@@ -90,7 +107,7 @@ class LLM:
             self._loop.cancel(request_id)
 
     async def stream_async(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[RequestOutput]:
-        """The same for asyncio; cancelling the task cancels the request."""
+        """The same for asyncio; cancelling the task cancels the request. Raises QueueFullError where `stream` waits for a place."""
         loop = asyncio.get_running_loop()
         outputs: asyncio.Queue[RequestOutput] = asyncio.Queue()
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from oasiskv.checkpoint import ModelConfig, load_checkpoint, resolve_model
 from oasiskv.config import EngineConfig
-from oasiskv.errors import ConfigError
+from oasiskv.errors import ConfigError, RequestError
 from oasiskv.models.presets import PRESETS, dummy_weights
 from oasiskv.tokenizer import Tokenizer
 
@@ -30,6 +30,9 @@ class NoTokenizer:
 
     def encode(self, text: str) -> list[int]:
         raise ConfigError("this model has dummy weights and no tokenizer: give token ids")
+
+    def definition(self) -> str:
+        raise RequestError("this model has dummy weights and no tokenizer: nothing can follow a guide")
 
     def decode(self, ids: list[int]) -> str:
         return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import logging
 import os
 import queue
@@ -15,9 +16,11 @@ from typing import Any
 
 from oasiskv.config import EngineConfig
 from oasiskv.engine.engine import Engine
+from oasiskv.engine.guide import RowGuide
+from oasiskv.engine.metrics import sizes
 from oasiskv.engine.sampling import SamplingParams
 from oasiskv.engine.sequence import RequestOutput
-from oasiskv.errors import ConfigError, EngineError
+from oasiskv.errors import ConfigError, EngineError, QueueFullError
 
 OnOutput = Callable[[RequestOutput], None]
 _log = logging.getLogger(__name__)
@@ -36,26 +39,39 @@ class EngineLoop:
         self.max_seq_len: int = engine.core_config.max_seq_len
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._listeners: dict[int, OnOutput] = {}
-        self._lock = threading.Lock()  # guards _broken and the order of submit against it
+        self._lock = threading.Condition()  # guards _broken, _queued and the order of submit against them; notified when a place comes free
         self._broken: str | None = None
-        self._progress = time.monotonic()
+        self._queued = 0  # requests that no step has begun with: in the inbox, or waiting in the engine
+        self._waiting: dict[int, None] = {}  # those of them that the engine has seen, oldest first
+        self._progress = self._step_began = time.monotonic()
         self._usage = engine.usage()
+        self._metrics = engine.metrics
+        self._sizes = sizes(config, engine.core_config)
+        self._publish()
         self._owner = os.getpid()
         self._thread = threading.Thread(target=self._run, name="oasiskv-engine", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # a script may end without closing; the thread must not run into the interpreter's end
 
-    def submit(self, prompt_ids: list[int], params: SamplingParams, on_output: OnOutput) -> int:
-        """Queue a request; `on_output` is called on the engine's thread. Raises RequestError, CapacityError, EngineError."""
+    def submit(self, prompt_ids: list[int], params: SamplingParams, on_output: OnOutput, wait: bool = False) -> int:
+        """Queue a request; `on_output` is called on the engine's thread. Raises RequestError, CapacityError, EngineError.
+
+        When `max_queue_size` requests wait already: QueueFullError, or with `wait` (from other threads than the engine's) not before
+        one of them does not wait any more.
+        """
         if os.getpid() != self._owner:
             raise EngineError("this engine lives in the parent process: make one of its own in the child, or start children by spawn")
         engine = self._open_engine()
-        engine.check(prompt_ids, params)
-        request_id, submitted = engine.next_id(), time.perf_counter()
+        arrival_ns = time.monotonic_ns()
         with self._lock:
-            if self._broken:
-                raise EngineError(self._broken)
-            self._inbox.put(lambda: self._add(request_id, prompt_ids, params, on_output, submitted))
+            self._require_place(wait)  # before a guide is compiled in vain
+        engine.check(prompt_ids, params)
+        guide = engine.start_guide(prompt_ids, params)
+        request_id = engine.next_id()
+        with self._lock:
+            self._require_place(wait)
+            self._queued += 1
+            self._inbox.put(lambda: self._add(request_id, prompt_ids, params, on_output, arrival_ns, guide))
         return request_id
 
     def check(self, prompt_ids: list[int], params: SamplingParams) -> None:
@@ -79,6 +95,18 @@ class EngineLoop:
         """Pool occupancy after the last step; safe from any thread."""
         return dict(self._usage)
 
+    def metrics(self, since: int = 0) -> dict[str, Any]:
+        """What the engine counted, has and observed from number `since` on (EngineMetrics.poll); safe from any thread.
+
+        Gauges are those of `usage` and metrics.sizes; `waiting` counts also what the engine has not seen yet.
+        """
+        seen = self._metrics.poll(since)
+        return seen | {"gauges": {**seen["gauges"], "waiting": self._queued}}
+
+    def refused(self, reason: str) -> None:
+        """Count a request that a client was refused, by `submit` or before it; `reason`: one of metrics.REFUSALS."""
+        self._metrics.refused(reason)
+
     @property
     def broken(self) -> str | None:
         """Why the engine can serve no more, or None."""
@@ -95,6 +123,17 @@ class EngineLoop:
         self._thread.join()
         self._engine = None
 
+    def _require_place(self, wait: bool) -> None:
+        limit = self.config.max_queue_size
+        while not self._broken and self._queued >= limit and wait:
+            self._lock.wait()
+        if self._broken:
+            raise EngineError(self._broken)
+        if self._queued >= limit:
+            raise QueueFullError(
+                f"{self._queued} requests wait and max_queue_size is {limit}: try again later, or start the engine with a larger one"
+            )
+
     def _open_engine(self) -> Engine:
         engine = self._engine
         if engine is None:
@@ -107,13 +146,34 @@ class EngineLoop:
         while not self._broken:
             try:
                 self._handle_inbox(block=not self._listeners)
-                self._progress = time.monotonic()
+                self._progress = self._step_began = time.monotonic()
                 if self._listeners and not self._broken:
-                    for output in self._engine.step():
+                    outputs = self._engine.step()
+                    self._give_places_back()
+                    for output in outputs:
                         self._deliver(output)
             except Exception as error:
                 self._fail(error)
-            self._usage = self._engine.usage()
+            self._publish()
+
+    def _give_places_back(self) -> None:
+        """Of those that the step scheduled: admission is in their order, so the ones that still wait are the last."""
+        scheduled = len(self._waiting) - self._engine.usage()["waiting"]
+        for request_id in list(itertools.islice(self._waiting, scheduled)):
+            self._metrics.scheduled(request_id, self._step_began)
+            self._waits_no_more(request_id)
+
+    def _publish(self) -> None:
+        self._usage = self._engine.usage()
+        self._metrics.publish(self._engine.steps, self._usage | self._sizes)
+
+    def _waits_no_more(self, request_id: int) -> None:
+        if request_id not in self._waiting:
+            return
+        del self._waiting[request_id]
+        with self._lock:
+            self._queued -= 1
+            self._lock.notify_all()
 
     def _handle_inbox(self, block: bool) -> None:
         try:
@@ -124,17 +184,29 @@ class EngineLoop:
         except queue.Empty:
             return
 
-    def _add(self, request_id: int, prompt_ids: list[int], params: SamplingParams, on_output: OnOutput, submitted: float) -> None:
+    def _add(
+        self,
+        request_id: int,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        on_output: OnOutput,
+        arrival_ns: int,
+        guide: RowGuide | None,
+    ) -> None:
         self._listeners[request_id] = on_output
-        self._engine.add(request_id, prompt_ids, params, submitted)
+        self._waiting[request_id] = None
+        self._metrics.added(request_id, arrival_ns / 1e9)
+        self._engine.add(request_id, prompt_ids, params, arrival_ns, guide)
 
     def _deliver(self, output: RequestOutput | None) -> None:
         if output is None:
             return
         listener = self._listeners.get(output.request_id)
+        self._metrics.output(output)
         if output.finished:
             self._listeners.pop(output.request_id, None)
-            self._usage = self._engine.usage()  # before its client can ask
+            self._waits_no_more(output.request_id)
+            self._publish()  # before its client can ask
         if listener is None:
             return
         try:
@@ -142,10 +214,12 @@ class EngineLoop:
         except Exception:  # one client's fault must not stop the batch
             _log.exception("request %d: its output callback failed; the request is cancelled", output.request_id)
             self._listeners.pop(output.request_id, None)
-            self._engine.stop(output.request_id, "cancelled")
+            if stopped := self._engine.stop(output.request_id, "cancelled"):
+                self._metrics.output(stopped)
 
     def _fail(self, error: Exception) -> None:
         """A step failed: every request in flight ends with the error. The engine goes on if its background is sound."""
+        self._metrics.step_failed()
         _log.exception("engine step failed; the requests in flight end with an error")
         why = f"engine step failed: {type(error).__name__}: {error}"
         try:
@@ -153,6 +227,7 @@ class EngineLoop:
         except EngineError as fatal:
             with self._lock:
                 self._broken = str(fatal)
+                self._lock.notify_all()
         self._end_all("error", why)
         if self._broken:
             self._refuse_queued(why)
@@ -177,6 +252,7 @@ class EngineLoop:
     def _shut(self) -> None:
         with self._lock:
             self._broken = "the engine is closed"
+            self._lock.notify_all()
         self._end_all("cancelled", None)
         self._refuse_queued("the engine is closed")
         self._engine.close()

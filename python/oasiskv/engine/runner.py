@@ -53,6 +53,12 @@ class Runner(ABC):
         """
         raise NotImplementedError
 
+    @abstractmethod
+    def context_logits(self, first: int, count: int) -> torch.Tensor:
+        """Of rows of the last step, in plan order, after all else that is read of it and before the next: float32 [count, vocab] in host
+        memory.
+        """
+
     def drafts_used(self, step: int, count: int) -> list[int]:
         """Of a step whose results are there: drafts of each group that was planned with some."""
         raise NotImplementedError
@@ -92,3 +98,7 @@ class CpuRunner(Runner):
         torch.set_num_threads(self._config.num_threads)
         with torch.inference_mode():
             return self._model.forward(torch.tensor(tokens), attend, torch.tensor(wanted, dtype=torch.int64))
+
+    def context_logits(self, first: int, count: int) -> torch.Tensor:
+        with torch.inference_mode():
+            return self._model.logits(torch.arange(first, first + count))

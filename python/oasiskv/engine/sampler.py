@@ -15,13 +15,14 @@ import torch
 
 from oasiskv import _core
 from oasiskv.engine.candidates import best_ids, most_likely
+from oasiskv.engine.guide import GuideError, RowGuide
 from oasiskv.engine.sampling import SamplingParams
 from oasiskv.engine.token_counts import TokenCounts
 
 _LIMIT = 1e300  # an extreme repetition penalty must not overflow
 _FIRST_CANDIDATES, _GROWTH = 64, 8  # most draws look once
 _PIECE = 32768  # values whose float64 stay in the L2 cache
-_NO_TOKEN = "no token can be sampled: what the request asks (min_tokens, bad_words) forbids every one"
+_NO_TOKEN = "no token can be sampled: what the request asks (min_tokens, bad_words, a guide) forbids every one"
 _log = logging.getLogger(__name__)
 
 
@@ -32,6 +33,7 @@ class SampleRow:
     params: SamplingParams
     token_ids: list[int]
     prompt_tokens: int
+    guide: RowGuide | None = None
     _counts: TokenCounts | None = field(default=None, init=False, repr=False, compare=False)
     _bias: tuple[np.ndarray, np.ndarray] | None = field(default=None, init=False, repr=False, compare=False)
 
@@ -57,12 +59,13 @@ class SampleRow:
 @dataclass(slots=True)
 class Sampled:
     """logprob and top_logprobs [(id, logprob)] are of the distribution after bias, penalties and masks, before temperature; only if asked
-    for. Tokens that may not be sampled are no alternatives.
+    for. Tokens that may not be sampled are no alternatives. logits: float32 [vocab], the model's, if asked for.
     """
 
     token_id: int
     logprob: float | None = None
     top_logprobs: list[tuple[int, float]] = field(default_factory=list)
+    logits: np.ndarray | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -85,10 +88,15 @@ class Sampler:
 
     def _try_row(self, x: np.ndarray, row: SampleRow) -> Sampled | Unsampled:
         try:
-            return self._sample_row(x, row)
+            sampled = self._sample_row(x, row)
+        except GuideError as error:
+            return Unsampled(str(error))
         except Exception as error:  # one request's fault must not end the others
             _log.exception("a request's token could not be sampled")
             return Unsampled(f"sampling failed: {type(error).__name__}: {error}")
+        if row.params.return_generation_logits and isinstance(sampled, Sampled):
+            sampled.logits = x.copy()
+        return sampled
 
     def _sample_row(self, x: np.ndarray, row: SampleRow) -> Sampled | Unsampled:
         p, forbidden = row.params, self._forbidden(row)
@@ -98,18 +106,24 @@ class Sampler:
             penalise(x, row)
         if forbidden:
             x[[t for t in forbidden if t < len(x)]] = -np.inf
-            if x.max() == -np.inf:
-                return Unsampled(_NO_TOKEN)
+        ids = None if row.guide is None else row.guide.allowed(row.token_ids)
+        if ids is not None:  # often a few of them: the others are not looked at again
+            x = x[ids].astype(np.float64)
+        if (forbidden or ids is not None) and (len(x) == 0 or x.max() == -np.inf):
+            return Unsampled(_NO_TOKEN)
         token = int(x.argmax()) if p.temperature == 0 else draw(x, p, len(row.token_ids))
         if p.logprobs is None:
-            return Sampled(token)
+            return Sampled(token if ids is None else int(ids[token]))
         top = best_ids(x, p.logprobs)[: p.logprobs] if p.logprobs else np.empty(0, np.int64)
-        top = top[x[top] > -np.inf].tolist()
-        x = self._in_float64(x)
+        top = top[x[top] > -np.inf]
+        if ids is None:
+            x = self._in_float64(x)
         x -= x.max()
         shifted = x[[token, *top]]
         logprob, *top_logprobs = (shifted - np.log(np.exp(x, out=x).sum())).tolist()
-        return Sampled(token, logprob, list(zip(top, top_logprobs, strict=True)))
+        if ids is not None:
+            token, top = int(ids[token]), ids[top]
+        return Sampled(token, logprob, list(zip(top.tolist(), top_logprobs, strict=True)))
 
     def _forbidden(self, row: SampleRow) -> list[int]:
         """Ids that may not come next."""

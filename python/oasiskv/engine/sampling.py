@@ -11,7 +11,10 @@ from oasiskv.errors import RequestError
 
 _INT32_MAX = 2**31 - 1  # what every client's protocol can carry
 MAX_STOPS, MAX_STOP_CHARS = 64, 1024  # every token is held against all of them
+MAX_SALT_CHARS = 256
 MAX_BAD_WORDS, MAX_BAD_WORD_IDS = 1024, 64  # looked through for every token
+GUIDES = ("json", "json_schema", "regex", "choice", "ebnf_grammar", "lark_grammar")
+MAX_GUIDE_BYTES = 64 << 10
 _FLOAT32_MAX = 3.4028234663852886e38
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
@@ -27,6 +30,35 @@ def _finite(value: object) -> bool:
 
 def _integer(value: object, low: int, high: int = _INT32_MAX) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _is_salt(value: object) -> bool:
+    """Half a surrogate pair is no text: it has no UTF-8."""
+    return isinstance(value, str) and len(value) <= MAX_SALT_CHARS and not any("\ud800" <= c <= "\udfff" for c in value)
+
+
+@dataclass(frozen=True)
+class Guide:
+    """What form an answer must have.
+
+    kind: json (an object or array; no text), json_schema, regex (the whole answer), choice (a JSON list of strings, one of which the answer
+    is), ebnf_grammar (GBNF, begins at `root`) or lark_grammar (llguidance's, begins at `start`). Raises RequestError.
+    """
+
+    kind: str
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        _check(self.kind in GUIDES, "guide", self.kind, f"the kind must be one of {', '.join(GUIDES)}")
+        _check(isinstance(self.text, str), "guide", self.text, "the text must be a string")
+        try:
+            size = len(self.text.encode())
+        except UnicodeEncodeError:
+            raise RequestError("guide: the text is not valid Unicode") from None
+        _check(size <= MAX_GUIDE_BYTES, "guide", self.text, f"{size} bytes, at most {MAX_GUIDE_BYTES} are served")
+        _check(
+            (self.kind == "json") == (not self.text), "guide", self.text, f"{self.kind} takes {'no' if self.kind == 'json' else 'a'} text"
+        )
 
 
 def _bad_words(value: Any) -> tuple[tuple[int, ...], ...]:
@@ -67,8 +99,13 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_text: bool = False
     logprobs: int | None = None  # top alternatives a token, besides its own
+    cache_salt: str = ""  # prefixes are shared only among requests of one salt
+    use_cache: bool = True  # false: neither reuse cached prefixes nor leave any
     bad_words: tuple[tuple[int, ...], ...] = ()  # the last id of each is not sampled where those before it are the newest tokens
     logit_bias: tuple[tuple[int, float], ...] = ()  # (id, what is added to its logit before penalties), each id once
+    guide: Guide | None = None
+    return_context_logits: bool = False  # of every prompt token, before anything is applied; the whole prompt is computed for it
+    return_generation_logits: bool = False  # of every generated token
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -80,7 +117,7 @@ class SamplingParams:
         for field in _FLOATS:
             _check(_finite(getattr(self, field)), field, getattr(self, field), "must be a number")
             object.__setattr__(self, field, float(getattr(self, field)))
-        for field in ("ignore_eos", "include_stop_text"):
+        for field in ("ignore_eos", "include_stop_text", "use_cache", "return_context_logits", "return_generation_logits"):
             _check(isinstance(getattr(self, field), bool), field, getattr(self, field), "must be true or false")
         _check(_integer(self.max_tokens, 1), "max_tokens", self.max_tokens, f"must be an integer in 1..{_INT32_MAX}")
         few = _integer(self.min_tokens, 0, self.max_tokens)
@@ -100,8 +137,16 @@ class SamplingParams:
         _check(few, "stop_token_ids", self.stop_token_ids, f"must be at most {MAX_STOPS} token ids")
         top = self.logprobs
         _check(top is None or _integer(top, 0, 20), "logprobs", top, "must be in 0..20")
+        _check(_is_salt(self.cache_salt), "cache_salt", self.cache_salt, f"must be text of at most {MAX_SALT_CHARS} characters")
         object.__setattr__(self, "bad_words", _bad_words(self.bad_words))
         object.__setattr__(self, "logit_bias", _logit_bias(self.logit_bias))
+        _check(self.guide is None or isinstance(self.guide, Guide), "guide", self.guide, "must be a Guide")
+        free = self.guide is None or self.min_tokens == 0
+        _check(free, "min_tokens", self.min_tokens, "must be 0 with a guide, which alone says where the answer may end")
+
+    def end_ids(self, eos_ids: frozenset[int]) -> frozenset[int]:
+        """The ids that end the request."""
+        return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else eos_ids)
 
     @property
     def penalised(self) -> bool:
@@ -110,4 +155,6 @@ class SamplingParams:
     @property
     def sampled_on_host(self) -> bool:
         """Whether sampling needs what the device does not keep: counts of tokens, the logits themselves, or what was generated."""
-        return self.penalised or self.logprobs is not None or self.min_tokens > 0 or bool(self.bad_words or self.logit_bias)
+        masked = self.min_tokens > 0 or self.guide is not None or bool(self.bad_words)
+        told = self.logprobs is not None or self.return_context_logits or self.return_generation_logits
+        return self.penalised or masked or told or bool(self.logit_bias)

@@ -6,6 +6,9 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
+from oasiskv.engine.guide import RowGuide
 from oasiskv.engine.sampler import Sampled, SampleRow
 from oasiskv.engine.sampling import SamplingParams
 from oasiskv.tokenizer import IncrementalDetokenizer
@@ -15,13 +18,16 @@ from oasiskv.tokenizer import IncrementalDetokenizer
 class RequestOutput:
     """What a request yielded since its last output: whole tokens, with the text they stand for.
 
-    Joined, the texts and token ids of all outputs are the answer.
+    Joined, the texts and token ids of all outputs are the answer. So are the logits, float32 [tokens, vocab]: the prompt's come in parts
+    before the first token, a part as soon as it is computed.
     """
 
     request_id: int
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     logprobs: list[Sampled] = field(default_factory=list)
+    context_logits: np.ndarray | None = field(default=None, compare=False)
+    generation_logits: np.ndarray | None = field(default=None, compare=False)
     finished: bool = False
     finish_reason: str | None = None  # stop, length, cancelled or error
     error: str | None = None
@@ -78,17 +84,18 @@ class Sequence:
         params: SamplingParams,
         detokenizer: IncrementalDetokenizer,
         eos_ids: frozenset[int],
-        submitted: float,
+        arrival_ns: int,
+        guide: RowGuide | None = None,
     ) -> None:
         self.id = request_id
         self.token_ids = list(prompt_ids)  # the output follows; only ever appended to
         self.prompt_tokens = len(prompt_ids)
         self.params = params
-        self.row = SampleRow(params, self.token_ids, self.prompt_tokens)  # for the sampler
+        self.row = SampleRow(params, self.token_ids, self.prompt_tokens, guide)  # for the sampler
         self.finish_reason: str | None = None
         self.drafted = 0
         self.accepted = 0
-        self._stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids)
+        self._stops = params.end_ids(eos_ids)
         self._detokenizer = detokenizer
         self._stop_text = StopText(params.stop, params.include_stop_text)
         self._unread: list[int] = []  # tokens whose text is not looked at yet
@@ -96,22 +103,28 @@ class Sequence:
         self._hidden_text = ""  # what was generated and not shown yet, because part of it may belong to a stop string
         self._hidden_ids: list[int] = []
         self._hidden_logprobs: list[Sampled] = []
-        self._submitted = submitted
-        self._first_token: float | None = None
-        self._last_token = self._submitted
+        self._hidden_logits: list[np.ndarray] = []
+        self._arrival_ns = arrival_ns
+        self._first_scheduled_ns = self._first_token_ns = self._last_token_ns = 0
 
     @property
     def generated(self) -> int:
         return len(self.token_ids) - self.prompt_tokens
 
+    def scheduled(self) -> None:
+        """It is in the step that was planned just now."""
+        self._first_scheduled_ns = self._first_scheduled_ns or time.monotonic_ns()
+
     def take(self, sampled: Sampled) -> None:
         """Take one token: whether it ends the request is known then. Its text waits for `show`, unless a stop string may be in it."""
-        self._last_token = time.perf_counter()
-        if self._first_token is None:
-            self._first_token = self._last_token
+        self._last_token_ns = time.monotonic_ns()
+        self._first_token_ns = self._first_token_ns or self._last_token_ns
         token, params = sampled.token_id, self.params
         self.token_ids.append(token)
         self._hidden_ids.append(token)
+        if sampled.logits is not None:
+            self._hidden_logits.append(sampled.logits)
+            sampled.logits = None
         if params.logprobs is not None:
             self._hidden_logprobs.append(sampled)
         generated = self.generated
@@ -119,7 +132,10 @@ class Sequence:
             self.finish_reason = "stop"
             return
         self._unread.append(token)
-        if generated >= params.max_tokens:
+        last, guide = generated >= params.max_tokens, self.row.guide
+        if guide and (last or not self._stops) and guide.complete(self.token_ids):  # no token can follow but one that ends it
+            self.finish_reason = "stop"
+        elif last:
             self.finish_reason = "length"
         if params.stop:
             self._read()
@@ -143,7 +159,9 @@ class Sequence:
         output.text += self._hidden_text
         output.token_ids += self._hidden_ids
         output.logprobs += self._hidden_logprobs
-        self._hidden_text, self._hidden_ids, self._hidden_logprobs = "", [], []
+        if self._hidden_logits:
+            output.generation_logits = np.stack(self._hidden_logits)
+        self._hidden_text, self._hidden_ids, self._hidden_logprobs, self._hidden_logits = "", [], [], []
 
     def cut_short(self, reason: str, error: str | None, stats: dict[str, Any]) -> RequestOutput:
         """End it from outside; everything held back is shown."""
@@ -153,11 +171,15 @@ class Sequence:
         return output
 
     def timings(self) -> dict[str, float]:
-        """ttft_ms: submit to first token; tpot_ms: mean time of each further token."""
-        if self._first_token is None:
-            return {"ttft_ms": 0.0, "tpot_ms": 0.0}
+        """When it came, was first in a step, and had its first and last token, of time.monotonic_ns()'s clock, 0 for what did not happen;
+        ttft_ms: arrival to first token; tpot_ms: mean time of each further token.
+        """
         further = max(1, self.generated - 1)
         return {
-            "ttft_ms": (self._first_token - self._submitted) * 1e3,
-            "tpot_ms": (self._last_token - self._first_token) * 1e3 / further,
+            "arrival_ns": self._arrival_ns,
+            "first_scheduled_ns": self._first_scheduled_ns,
+            "first_token_ns": self._first_token_ns,
+            "last_token_ns": self._last_token_ns,
+            "ttft_ms": max(0, self._first_token_ns - self._arrival_ns) / 1e6,
+            "tpot_ms": (self._last_token_ns - self._first_token_ns) / 1e6 / further,
         }

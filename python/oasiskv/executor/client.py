@@ -62,6 +62,10 @@ class ExecutorClient:
         """The engine's pools. Raises EngineError."""
         return self._ask("usage", timeout_s)
 
+    def metrics(self, since: int = 0, timeout_s: float = 5.0) -> dict[str, Any]:
+        """What the engine counted, has and observed (EngineMetrics.poll). Raises EngineError."""
+        return self._ask("metrics", timeout_s, since)
+
     def close(self) -> None:
         """Hang up: what is in flight ends with an error here and is cancelled there. Idempotent."""
         transport.hang_up(self._connection)
@@ -78,13 +82,13 @@ class ExecutorClient:
         if self._lost is not None:
             raise EngineError(f"no connection to the executor: {self._lost}")
 
-    def _ask(self, what: str, timeout_s: float) -> dict[str, Any]:
+    def _ask(self, what: str, timeout_s: float, since: int = 0) -> dict[str, Any]:
         ask_id = next(self._ids)
         answer: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         with self._state:
             self._require_open()
             self._askers[ask_id] = answer
-        self._send(protocol.encode(protocol.Ask(ask_id, what)))
+        self._send(protocol.encode(protocol.Ask(ask_id, what, since)))
         try:
             value = answer.get(timeout=timeout_s)
         except queue.Empty:

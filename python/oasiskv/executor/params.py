@@ -6,7 +6,7 @@ import reprlib
 from dataclasses import fields
 from typing import Any
 
-from oasiskv.engine.sampling import MAX_BAD_WORDS, MAX_STOPS, SamplingParams
+from oasiskv.engine.sampling import MAX_BAD_WORDS, MAX_STOPS, Guide, SamplingParams
 from oasiskv.errors import RequestError
 from oasiskv.tokenizer import Tokenizer
 
@@ -18,6 +18,7 @@ def sampling_params(params: dict[str, Any], tokenizer: Tokenizer) -> SamplingPar
 
     stop_word_ids, lists of token ids: each becomes a stop *string*, so that it is found however the model splits it into tokens;
     bad_word_ids, lists of token ids: further bad_words;
+    guide: {"kind", "text"} of a Guide;
     end_id: the one id that ends the generation instead of the model's own; -1 for none. The model's own end id changes nothing.
     Raises RequestError naming the field.
     """
@@ -37,7 +38,15 @@ def sampling_params(params: dict[str, Any], tokenizer: Tokenizer) -> SamplingPar
     if end_id is not None and end_id not in tokenizer.eos_ids:
         options["ignore_eos"] = True
         stop_ids += [end_id] if end_id >= 0 else []
+    if options.get("guide") is not None:
+        options["guide"] = _guide(options["guide"])
     return SamplingParams(**options, stop=tuple(stop), stop_token_ids=tuple(stop_ids), bad_words=tuple(bad_words))
+
+
+def _guide(value: Any) -> Guide:
+    if not isinstance(value, dict) or "kind" not in value or value.keys() - {"kind", "text"}:
+        raise RequestError(f"guide = {reprlib.repr(value)}: must be an object of kind and text")
+    return Guide(**value)
 
 
 def _list(options: dict[str, Any], name: str, most: int) -> list[Any]:

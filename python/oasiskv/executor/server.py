@@ -9,14 +9,17 @@ import queue
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from oasiskv.engine.loop import EngineLoop
 from oasiskv.engine.sequence import RequestOutput
-from oasiskv.errors import EngineError, RequestError
+from oasiskv.errors import CapacityError, EngineError, QueueFullError, RequestError
 from oasiskv.executor import protocol, transport
 from oasiskv.executor.params import sampling_params
 
@@ -24,7 +27,15 @@ MAX_CLIENTS = 64
 MAX_IN_FLIGHT = 4096  # a client
 _ACCEPT_PAUSE_S = 0.1
 MAX_UNREAD = 16384  # answers a client may leave unread before it is dropped
+MAX_UNREAD_BYTES = 4 << 30  # of their arrays
 _log = logging.getLogger(__name__)
+_REFUSAL_CODES = {
+    "invalid": protocol.INVALID,
+    "capacity": protocol.INVALID,
+    "queue_full": protocol.UNAVAILABLE,
+    "unavailable": protocol.UNAVAILABLE,
+    "internal": protocol.INTERNAL,
+}
 
 
 class ExecutorServer:
@@ -119,6 +130,8 @@ class _Client:
         self._lock = threading.Lock()  # guards requests against the engine's thread
         self._gone = False
         self._answers: queue.Queue[protocol.Answer | None] = queue.Queue(MAX_UNREAD)
+        self._unread_bytes = 0
+        self._counting = threading.Lock()  # guards _unread_bytes
         self._writer = threading.Thread(target=self._write, name="oasiskv-writer", daemon=True)
         self._writer.start()
 
@@ -165,6 +178,8 @@ class _Client:
                 self._server.loop.cancel(engine_id)
         elif request.what == "ping":
             self._put(protocol.Reply(request.id, self._server.status()))
+        elif request.what == "metrics":
+            self._put(protocol.Reply(request.id, self._server.loop.metrics(request.since)))
         else:
             self._put(protocol.Reply(request.id, self._server.loop.usage()))
 
@@ -177,26 +192,32 @@ class _Client:
 
     def _start(self, request: protocol.Submit) -> protocol.Output | None:
         if self._server.draining:
-            return protocol.failed(request.id, protocol.UNAVAILABLE, "the executor is shutting down")
+            return self._refused(request.id, "unavailable", "the executor is shutting down")
         if len(self.requests) >= MAX_IN_FLIGHT:
-            return protocol.failed(request.id, protocol.UNAVAILABLE, f"{MAX_IN_FLIGHT} requests are in flight: try again later")
+            return self._refused(request.id, "queue_full", f"{MAX_IN_FLIGHT} requests are in flight: try again later")
         loop = self._server.loop
         try:
             params = sampling_params(request.params, loop.tokenizer)
             prompt = (
                 loop.tokenizer.encode(request.prompt, max_tokens=loop.max_seq_len) if isinstance(request.prompt, str) else request.prompt
             )
+            if params.guide is not None:
+                loop.check(prompt, params)  # compiles it before the lock is held, which the engine's thread takes for every output
             # The lock keeps the engine's first output behind the entry in `requests`.
             with self._lock:
                 self.requests[request.id] = loop.submit(prompt, params, lambda o: self._take(request.id, o))
         except RequestError as error:
-            return protocol.failed(request.id, protocol.INVALID, str(error))
+            return self._refused(request.id, "capacity" if isinstance(error, CapacityError) else "invalid", str(error))
         except EngineError as error:
-            return protocol.failed(request.id, protocol.UNAVAILABLE, str(error))
+            return self._refused(request.id, "queue_full" if isinstance(error, QueueFullError) else "unavailable", str(error))
         except Exception as error:  # one request must not end its connection, which may carry many users'
             _log.exception("a request could not be started")
-            return protocol.failed(request.id, protocol.INTERNAL, f"{type(error).__name__}: {error}")
+            return self._refused(request.id, "internal", f"{type(error).__name__}: {error}")
         return None
+
+    def _refused(self, request_id: int, reason: str, error: str) -> protocol.Output:
+        self._server.loop.refused(reason)
+        return protocol.failed(request_id, _REFUSAL_CODES[reason], error)
 
     def _take(self, request_id: int, output: RequestOutput) -> None:
         """On the engine's thread: never blocks on the client."""
@@ -205,17 +226,33 @@ class _Client:
                 return
             if output.finished:
                 self.requests.pop(request_id, None)
-        self._put(_answer(request_id, output))
+        if output.finish_reason == "cancelled" and self._server.draining:  # not by its client: it must not pass for a whole answer
+            self._put(protocol.failed(request_id, protocol.UNAVAILABLE, "the executor shut down before the request had ended"))
+            return
+        for answer in _answers(request_id, output):
+            self._put(answer)
 
     def _put(self, answer: protocol.Answer) -> None:
+        if self._count_unread(answer, 1) > MAX_UNREAD_BYTES:
+            _log.warning("a client left %d bytes of logits unread and is dropped", MAX_UNREAD_BYTES)
+            transport.hang_up(self._connection)
+            return
         try:
             self._answers.put_nowait(answer)
         except queue.Full:
             _log.warning("a client left %d answers unread and is dropped", MAX_UNREAD)
             transport.hang_up(self._connection)
 
+    def _count_unread(self, answer: protocol.Answer, sign: int) -> int:
+        if not isinstance(answer, protocol.Output):
+            return 0
+        with self._counting:
+            self._unread_bytes += sign * answer.array_bytes
+            return self._unread_bytes
+
     def _write(self) -> None:
         while (answer := self._answers.get()) is not None:
+            self._count_unread(answer, -1)
             try:
                 self._connection.send_bytes(protocol.encode(answer))
             except (OSError, protocol.ProtocolError) as error:  # it left, or the answer is over the limit of a frame
@@ -224,16 +261,24 @@ class _Client:
                 return
 
 
-def _answer(request_id: int, output: RequestOutput) -> protocol.Output:
-    code = protocol.INTERNAL if output.finish_reason == "error" else None
-    return protocol.Output(
+def _answers(request_id: int, output: RequestOutput) -> Iterator[protocol.Output]:
+    """Logits in parts that fit a frame, the last of them with all else."""
+    whole = {name: array for name in protocol.ARRAYS if (array := getattr(output, name)) is not None}
+    last: dict[str, np.ndarray] = {}
+    for name, array in whole.items():
+        rows = max(1, protocol.MAX_ARRAY_BYTES // array[0].nbytes)
+        *parts, last[name] = (array[at : at + rows] for at in range(0, len(array), rows))
+        for part in parts:
+            yield protocol.Output(request_id, **{name: part})
+    yield protocol.Output(
         request_id,
         output.token_ids,
         output.text,
         output.finished,
         output.finish_reason,
         output.error,
-        code,
+        protocol.INTERNAL if output.finish_reason == "error" else None,
         output.stats,
         [[s.logprob, [list(pair) for pair in s.top_logprobs]] for s in output.logprobs],
+        **last,
     )

@@ -91,6 +91,22 @@ class CudaDecoder:
         """Of the last call of `forward` or replay of one, float32 [len(rows), vocab], on torch's current stream."""
         return self._logits[torch.tensor(rows, device="cuda")]
 
+    def context_logits(self, first: int, count: int, stream: int) -> Tensor:
+        """Of `count` rows of the last call of `forward`: float32 [count, vocab] in host memory. What that call returned is overwritten."""
+        found = torch.empty(count, self.config.vocab_size)
+        for at in range(0, count, self.max_logits):
+            rows = min(self.max_logits, count - at)
+            self._multiply(self._normed[first + at :], self._head, self._logits, rows, None, stream, 0)
+            found[at : at + rows] = self._logits[:rows].cpu()
+        return found
+
+    def _multiply(self, x: Tensor, weight: Tensor, y: Tensor, count: int, bias: Tensor | None, stream: int, sms: int) -> None:
+        """y[:count] = x[:count] @ weight.T + bias"""
+        n, k = weight.shape
+        pointers = (x.data_ptr(), weight.data_ptr(), _ptr(bias), y.data_ptr())
+        float_out = y.dtype != self._type
+        self._linear.run(self.dtype, count, n, k, sms, *pointers, stream, float_out=float_out, fixed_rows=self._fixed_rows)
+
     def qk_norm_pointers(self, layer: int) -> tuple[int, int]:
         """Addresses of the layer's q and k norm weights [head_size] in dtype, for the append kernel; 0 where there is none."""
         return _ptr(self._layers[layer].q_norm), _ptr(self._layers[layer].k_norm)
@@ -136,10 +152,7 @@ class CudaDecoder:
         c, row_bytes = self.config, self._residual.element_size() * self.config.hidden_size
 
         def linear(x: Tensor, weight: Tensor, y: Tensor, count: int = rows, bias: Tensor | None = None) -> None:
-            n, k = weight.shape
-            pointers = (x.data_ptr(), weight.data_ptr(), _ptr(bias), y.data_ptr())
-            float_out = y.dtype != self._type
-            self._linear.run(self.dtype, count, n, k, sms, *pointers, stream, float_out=float_out, fixed_rows=self._fixed_rows)
+            self._multiply(x, weight, y, count, bias, stream, sms)
 
         def norm(x: Tensor, weight: Tensor, residual: Tensor | None = self._residual) -> None:
             pointers = (x.data_ptr(), _ptr(residual), weight.data_ptr(), self._normed.data_ptr())

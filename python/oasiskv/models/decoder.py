@@ -58,12 +58,18 @@ class DecoderModel:
         self._layers = [_Layer(config, weights, i) for i in range(config.num_hidden_layers)]
         self._final_norm = weights["transformer.ln_f.weight"].float().contiguous()
         self._head = PackedLinear(weights.get("lm_head.weight", self._embedding))
+        self._last = torch.empty(0, config.hidden_size)
 
     def forward(self, token_ids: Tensor, attend: Attend, logits_rows: Tensor) -> Tensor:
         """token_ids int64 [rows], logits_rows int64 [n] -> logits float32 [n, vocab]"""
         x = self._embedding[token_ids]
         for layer in self._layers:
             x = layer(x, attend)
-        if len(logits_rows) == 0:
+        self._last = x
+        return self.logits(logits_rows)
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """Of rows, int64 [n], of the last `forward`: float32 [n, vocab]"""
+        if len(rows) == 0:
             return torch.empty(0, self.config.vocab_size)
-        return self._head(rms_norm(x[logits_rows].contiguous(), self._final_norm, self.config.norm_epsilon))
+        return self._head(rms_norm(self._last[rows].contiguous(), self._final_norm, self.config.norm_epsilon))

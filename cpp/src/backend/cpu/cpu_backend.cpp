@@ -32,8 +32,17 @@ CpuBackend::~CpuBackend() {
 // ------------------------------------------------------------ a request's life
 
 void CpuBackend::admit(const SequenceKv& seq) {
-  for (HostBlock b : seq.host_units()) tiers_.host.mark_incomplete(b);
+  const std::vector<HostBlock>& units = seq.host_units();
+  for (size_t i = seq.settled * config_.num_layers; i < units.size(); ++i)
+    tiers_.host.mark_incomplete(units[i]);
   row(seq) = RowData();
+  if (seq.settled == 0) return;
+  background_->wait_launched();  // it may still be writing the units that were kept last
+  restore(seq);
+  if (!config_.sparse_enabled) return;
+  for (int l = 0; l < config_.num_layers; ++l)
+    for (int h = 0; h < config_.num_kv_heads; ++h)
+      for (int64_t b = 0; b < seq.settled; ++b) summarize(seq, l, h, LogicalBlock(b));
 }
 
 void CpuBackend::sparsify(const SequenceKv& seq, int64_t complete, int64_t step) {
@@ -65,7 +74,7 @@ void CpuBackend::sparsify(const SequenceKv& seq, int64_t complete, int64_t step)
   data.first_choice.clear();
 }
 
-// Between their pages and their host units, which stay incomplete.
+// Between their pages and their host units.
 void CpuBackend::copy_open_blocks(const SequenceKv& seq, bool to_device) {
   const size_t bytes = config_.page_elements() * sizeof(float);
   for (int64_t b = seq.settled; b < seq.open_blocks_end(); ++b)
@@ -80,6 +89,9 @@ void CpuBackend::copy_open_blocks(const SequenceKv& seq, bool to_device) {
 void CpuBackend::save(const SequenceKv& seq) {
   background_->wait_step(row(seq).last_step);
   copy_open_blocks(seq, false);
+  for (int64_t b = seq.settled; b < seq.complete_blocks(); ++b)
+    for (int l = 0; l < config_.num_layers; ++l)
+      tiers_.host.mark_complete(seq.host_unit(l, LogicalBlock(b)));
 }
 
 void CpuBackend::restore(const SequenceKv& seq) {
@@ -138,6 +150,12 @@ std::vector<std::vector<Fill>> CpuBackend::settle(int layer) {
   return fills;
 }
 
+void CpuBackend::summarize(const SequenceKv& seq, int layer, int head, LogicalBlock block) {
+  ops_.summarize(summary_kind_,
+                 tiers_.device.block_head(layer, seq.page_of_open_block(block), head),
+                 config_.head_dim, tiers_.summary.entry(layer, seq.summary_pages(), head, block));
+}
+
 // Summarises the blocks that are complete since the last step; a sparse sequence's also moves from
 // the local page into a slot.
 std::vector<Fill> CpuBackend::settle_group(const RowGroup& g, int layer) {
@@ -146,9 +164,7 @@ std::vector<Fill> CpuBackend::settle_group(const RowGroup& g, int layer) {
   for (int64_t b = g.settle_from; b < g.settle_to; ++b) {
     const LogicalBlock block(b);
     for (int h = 0; h < config_.num_kv_heads; ++h) {
-      const float* from = tiers_.device.block_head(layer, g.seq->page_of_open_block(block), h);
-      ops_.summarize(summary_kind_, from, config_.head_dim,
-                     tiers_.summary.entry(layer, g.seq->summary_pages(), h, block));
+      summarize(*g.seq, layer, h, block);
       if (g.kind != RowKind::kSparse) continue;
       HeadMap& map = this->map(*g.seq, layer, h);
       Fill fill;
@@ -158,7 +174,8 @@ std::vector<Fill> CpuBackend::settle_group(const RowGroup& g, int layer) {
         fill.slot = map.victim();
         fill.evicted = map.replace(fill.slot, block, plan_->step);
       }
-      std::memcpy(tiers_.device.block_head(layer, DevicePage(g.pages[fill.slot.value]), h), from,
+      std::memcpy(tiers_.device.block_head(layer, DevicePage(g.pages[fill.slot.value]), h),
+                  tiers_.device.block_head(layer, g.seq->page_of_open_block(block), h),
                   config_.block_head_elements() * sizeof(float));
       fills.push_back(fill);
     }

@@ -36,6 +36,7 @@ class CpuBackend final : public Backend {
   void finish_layers();
   std::vector<std::vector<Fill>> settle(int layer);
   std::vector<Fill> settle_group(const RowGroup& g, int layer);
+  void summarize(const SequenceKv& seq, int layer, int head, LogicalBlock block);
   void append_rows(int layer, const float* qkv);
   void attend(int layer, float* out);
   void copy_open_blocks(const SequenceKv& seq, bool to_device);

@@ -65,6 +65,7 @@ Buffers::Buffers(const CoreConfig& config, const Tables& tables, const StepArray
     throw std::invalid_argument("max_batch_size = " + std::to_string(batch) +
                                 ": with this max_seq_len and draft_len the scores exceed 2^31 "
                                 "entries; lower one of the three");
+  moved_blocks_ = DeviceMemory(tables.max_blocks * sizeof(SettledBlock), "block list");
   staged_ = DeviceMemory(layers * staged_layer_bytes_, "staged queries");
   copies_ = DeviceMemory(layers * copies_each_ * copy_bytes, "copies");
   scores_ = DeviceMemory(2 * 4 * scores_each_, "scores");

@@ -46,17 +46,19 @@ class Buffers {
     return scores_.as<float>() + parity * scores_each_;
   }
 
-  // Of a whole request that moves between steps: its copies, and a list of pages.
+  // Of a whole request that moves between steps: its copies, a list of pages, and of the blocks
+  // that are summarised where they come to.
   Copy* moves() const { return moves_.as<Copy>(); }
   int32_t* num_moves() const { return num_moves_.as<int32_t>(); }
   int32_t* move_pages() const { return move_pages_.as<int32_t>(); }
+  SettledBlock* moved_blocks() const { return moved_blocks_.as<SettledBlock>(); }
 
  private:
   int64_t summary_layer_bytes_, staged_layer_bytes_, copies_each_, scores_each_;
   DeviceMemory pool_, summaries_, cos_, sin_;
   std::unique_ptr<HostMemory> host_;
   DeviceMemory q_, partials_, arrivals_, staged_, scores_, copies_, num_copies_, transferred_,
-      gather_arrivals_, moves_, num_moves_, move_pages_;
+      gather_arrivals_, moves_, num_moves_, move_pages_, moved_blocks_;
 };
 
 }  // namespace oasis::cuda

@@ -54,7 +54,9 @@ CudaBackend::CudaBackend(const CoreConfig& config, const float* cos, const float
       arrays_(config),
       buffers_(config, tables_, arrays_, decode_tiles(config), cos, sin),
       kernels_(config, tables_, arrays_, buffers_),
-      ring_(std::max(arrays_.max_bytes(), 4 * tables_.host_stride()), foreground_),
+      ring_(std::max({arrays_.max_bytes(), 4 * tables_.host_stride(),
+                      tables_.max_blocks * int64_t{sizeof(SettledBlock)}}),
+            foreground_),
       stats_(2 * 8ll * Tables::kStats * config.max_batch_size, "statistics") {
   std::memset(stats_.data(), 0, 2 * 8ll * Tables::kStats * config.max_batch_size);
 }

@@ -94,6 +94,7 @@ class CudaBackend final : public Backend {
   void join();
   void move_blocks(const SequenceKv& seq, bool to_device, int count, const int32_t* pages,
                    const int32_t* blocks, int64_t first_block);
+  void bring_reused_blocks(const SequenceKv& seq);
   void move_open_blocks(const SequenceKv& seq, bool to_device);
   void predict(int layer);
   void transfer(int layer);

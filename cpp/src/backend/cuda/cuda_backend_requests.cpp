@@ -19,6 +19,21 @@ void CudaBackend::admit(const SequenceKv& seq) {
   check(cudaMemsetAsync(tables_.stats() + seq.row().value * Tables::kStats, 0,
                         Tables::kStats * sizeof(int64_t), foreground_),
         "admit");
+  if (seq.settled > 0) bring_reused_blocks(seq);
+}
+
+// What was kept last may have been written by the step that is under way: after join().
+void CudaBackend::bring_reused_blocks(const SequenceKv& seq) {
+  const auto count = static_cast<int>(seq.settled);
+  move_blocks(seq, true, count, reinterpret_cast<const int32_t*>(seq.pages().data()), nullptr, 0);
+  if (!config_.sparse_enabled) return;
+  std::vector<SettledBlock> blocks;
+  for (int b = 0; b < count; ++b)
+    blocks.push_back({seq.row().value, b, seq.pages()[b].value, -1, 0});
+  ring_.upload(buffers_.moved_blocks(), blocks.data(), count * int64_t{sizeof(SettledBlock)});
+  ring_.upload(buffers_.num_moves(), &count, 4);
+  for (int l = 0; l < config_.num_layers; ++l)
+    kernels_.summarize(l, buffers_.moved_blocks(), buffers_.num_moves(), count, foreground_);
 }
 
 void CudaBackend::sparsify(const SequenceKv& seq, int64_t complete, int64_t step) {

@@ -23,6 +23,31 @@ void LayerKernels::hold(int layer, cudaStream_t stream) const {
              stream);
 }
 
+Settle LayerKernels::settle(int layer, const SettledBlock* blocks,
+                            const int32_t* num_blocks) const {
+  return {.kind = summary_kind_from(config_.summary),
+          .top_k = config_.top_k_blocks,
+          .blocks = blocks,
+          .num_blocks = num_blocks,
+          .summaries = buffers_.summaries(layer),
+          .summary_pages = tables_.summary_pages(),
+          .summary_stride = static_cast<int>(tables_.summary_stride),
+          .slot_blocks = tables_.slot_blocks(layer),
+          .slot_steps = tables_.slot_steps(layer),
+          .slot_pages = tables_.slot_pages(),
+          .slot_stride = config_.top_k_blocks,
+          .step = arrays_.step(parity_)};
+}
+
+void LayerKernels::summarize(int layer, const SettledBlock* blocks, const int32_t* num_blocks,
+                             int count, cudaStream_t stream) const {
+  Append no_rows = {};
+  no_rows.dtype = buffers_.dtype;
+  no_rows.heads = heads();
+  no_rows.pool = buffers_.pool(layer);
+  cuda::append(no_rows, 0, settle(layer, blocks, num_blocks), count, stream);
+}
+
 void LayerKernels::append(int layer, const void* qkv, cudaStream_t stream) const {
   const auto& norms = config_.qk_norms;
   cuda::append(
@@ -39,19 +64,7 @@ void LayerKernels::append(int layer, const void* qkv, cudaStream_t stream) const
        .staged = buffers_.staged(layer),
        .pool = buffers_.pool(layer),
        .num_copies = buffers_.num_copies(layer)},
-      sizes_.rows,
-      {.kind = summary_kind_from(config_.summary),
-       .top_k = config_.top_k_blocks,
-       .blocks = arrays_.settled(parity_),
-       .num_blocks = arrays_.num_settled(parity_),
-       .summaries = buffers_.summaries(layer),
-       .summary_pages = tables_.summary_pages(),
-       .summary_stride = static_cast<int>(tables_.summary_stride),
-       .slot_blocks = tables_.slot_blocks(layer),
-       .slot_steps = tables_.slot_steps(layer),
-       .slot_pages = tables_.slot_pages(),
-       .slot_stride = config_.top_k_blocks,
-       .step = arrays_.step(parity_)},
+      sizes_.rows, settle(layer, arrays_.settled(parity_), arrays_.num_settled(parity_)),
       config_.sparse_enabled ? sizes_.settled : 0, stream);
 }
 

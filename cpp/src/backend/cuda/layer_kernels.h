@@ -26,6 +26,9 @@ class LayerKernels {
   void set_step(int parity, const StepSizes& sizes, const Cutting& cut);
 
   void append(int layer, const void* qkv, cudaStream_t stream) const;
+  // The summaries of `count` blocks of dense requests, between steps; both lists on the device.
+  void summarize(int layer, const SettledBlock* blocks, const int32_t* num_blocks, int count,
+                 cudaStream_t stream) const;
   void attend(int layer, void* out, cudaStream_t stream) const;
   void score(int layer, cudaStream_t stream) const;
   void select(int layer, cudaStream_t stream) const;
@@ -42,6 +45,7 @@ class LayerKernels {
   static constexpr int kWriteLayers = 4, kHeldLayers = 4;  // a launch for several
 
   Heads heads() const { return {config_.num_kv_heads, config_.group(), config_.head_dim}; }
+  Settle settle(int layer, const SettledBlock* blocks, const int32_t* num_blocks) const;
   int max_lanes() const { return sizes_.staged_rows * config_.group(); }
 
   const CoreConfig& config_;
