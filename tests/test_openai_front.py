@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,19 +19,21 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import pydantic
 import pytest
 
-from oasiskv.demo import free_ports
+from oasiskv.serve.local import free_ports
 from oasiskv.serve.openai import link
 from oasiskv.serve.openai.errors import ApiError
 from oasiskv.serve.openai.link import ExecutorLink, InFlight
 from oasiskv.tokenizer import Tokenizer
-from test_serve import RECOVERY_S, Service, eventually
+from reference.service import Service, eventually
 
 MODEL = "smollm2-135m"
 MESSAGES = [{"role": "user", "content": "Tell me about the sea."}]
 STORY = "Once upon a time"
 MAX_SEQ_LEN = 2048  # of Service
+RECOVERY_S = 30.0
 
 
 class Front(Service):
@@ -72,8 +76,7 @@ class Front(Service):
 def front() -> Iterator[Front]:
     running = Front()
     yield running
-    running.process.terminate()
-    assert running.process.wait(40) == 0
+    running.stop()
 
 
 def test_a_streamed_chat_is_the_whole_one(front: Front, tokenizer: Tokenizer) -> None:
@@ -168,6 +171,26 @@ def test_a_bias_rules_a_token_out(front: Front, tokenizer: Tokenizer) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         front.complete(max_tokens=1, logit_bias={"999999999": 1})
     assert caught.value.param == "logit_bias"
+
+
+def test_guides_hold_the_answer_to_their_form(front: Front) -> None:
+    class Place(pydantic.BaseModel):
+        name: str = pydantic.Field(max_length=12)
+        old: bool
+
+    asked = front.client.chat.completions.parse(model=MODEL, messages=MESSAGES, response_format=Place, max_tokens=200, temperature=0)
+    assert isinstance(asked.choices[0].message.parsed, Place) and asked.choices[0].finish_reason == "stop"
+    assert front.chat(extra_body={"guided_choice": ["north", "south"]}).choices[0].message.content in ("north", "south")
+    assert re.fullmatch("[0-9]{3}x", front.complete(extra_body={"guided_regex": "[0-9]{3}x"}).choices[0].text)
+    assert front.complete(extra_body={"guided_grammar": 'root ::= "a" "b"'}).choices[0].text == "ab"
+    text = "".join(c.choices[0].text for c in front.complete(stream=True, extra_body={"guided_json": {"const": "sea"}}))
+    assert json.loads(text) == "sea"
+    with pytest.raises(openai.BadRequestError, match="guide"):
+        front.complete(extra_body={"guided_regex": "("})
+
+
+def test_json_object_begins_an_object(front: Front) -> None:
+    assert front.chat(response_format={"type": "json_object"}).choices[0].message.content.lstrip().startswith("{")
 
 
 def test_the_model_is_listed(front: Front) -> None:
@@ -301,7 +324,7 @@ def test_its_end_ends_streams_with_an_error_and_leaves_nothing() -> None:
     answer = running.chat(max_tokens=1500, stream=True, extra_body={"ignore_eos": True})
     next(answer)
     running.process.terminate()
-    with pytest.raises(openai.APIError, match="shutting down"):
+    with pytest.raises(openai.APIError, match="shut down"):
         list(answer)
     assert running.process.wait(40) == 0
     assert not any(Path(f"/proc/{pid}").exists() for pid in below)

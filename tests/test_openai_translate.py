@@ -61,7 +61,7 @@ def test_null_is_left_out() -> None:
         ({"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.2}, {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.2}),
         ({"min_tokens": 3, "ignore_eos": True, "cache_salt": "s"}, {"min_tokens": 3, "ignore_eos": True, "cache_salt": "s"}),
         ({"response_format": {"type": "text"}}, {}),
-        ({"response_format": {"type": "json_object"}}, {"guide": {"kind": "json", "text": ""}}),
+        ({"response_format": {"type": "json_object"}}, {"guide": {"kind": "json_schema", "text": '{"type": "object"}'}}),
         ({"guided_json": {"type": "null"}}, {"guide": {"kind": "json_schema", "text": '{"type": "null"}'}}),
         ({"guided_json": '{"type": "null"}'}, {"guide": {"kind": "json_schema", "text": '{"type": "null"}'}}),
         ({"guided_regex": "a+"}, {"guide": {"kind": "regex", "text": "a+"}}),
@@ -163,6 +163,7 @@ def test_messages_are_text_for_the_template() -> None:
     [
         (protocol.INVALID, "top_p = 3: must be in (0, 1]", 400, None, "top_p"),
         (protocol.INVALID, "a prompt of 9 tokens with max_tokens 9 exceeds max_seq_len 8: ...", 400, "context_length_exceeded", None),
+        (protocol.INVALID, "guide: does not compile", 400, None, None),
         (protocol.UNAVAILABLE, "the executor is shutting down", 503, "service_unavailable", None),
         (protocol.INTERNAL, "engine step failed: ...", 500, None, None),
     ],
@@ -176,8 +177,9 @@ def test_a_failed_output_becomes_its_status(code: str, text: str, status: int, o
 
 def test_only_answers_are_no_errors() -> None:
     assert errors.from_output(Output(1, finished=True, finish_reason="stop")) is None
-    cut = errors.from_output(Output(1, finished=True, finish_reason="cancelled"))
-    assert cut is not None and cut.status_code == 503, "half an answer must not pass for a whole one"
+    for reason in ("cancelled", "error"):
+        with pytest.raises(ValueError, match="not the end of an answer"):
+            translate.finish_reason(reason)
 
 
 def test_a_model_is_known_by_a_name_not_by_its_path() -> None:

@@ -10,11 +10,13 @@ from starlette.exceptions import HTTPException
 
 from oasiskv.executor import protocol
 from oasiskv.executor.protocol import Output
+from oasiskv.serve.openai.schema import ChatRequest, CompletionRequest
 
 INVALID, SERVER = "invalid_request_error", "server_error"
 _STATUS = {protocol.INVALID: 400, protocol.UNAVAILABLE: 503, protocol.INTERNAL: 500}
 _CONTEXT = re.compile(r"\bmax_seq_len\b")  # what texts of the engine and the tokenizer name when a prompt is too long
 _FIELD = re.compile(r"[a-z_]+(?= = |: )")  # an error of ours begins with the field that it is about
+_FIELDS = ChatRequest.model_fields.keys() | CompletionRequest.model_fields.keys()
 _MAX_REASONS = 4
 
 
@@ -32,9 +34,7 @@ def body(status: int, message: str, param: str | None = None, code: str | None =
 
 
 def from_output(output: Output) -> ApiError | None:
-    """The error that the last output of a request stands for, None for an answer. Only an executor that ends cancels by itself."""
-    if output.finish_reason == "cancelled":
-        return ApiError(503, "the server is shutting down: send the request again", code="service_unavailable")
+    """The error that an output stands for, None for a part of an answer."""
     if output.code is None:
         return None
     status, text = _STATUS[output.code], output.error or "the request failed"
@@ -46,7 +46,8 @@ def from_output(output: Output) -> ApiError | None:
 def refused(text: str) -> ApiError:
     """What a RequestError says, here or in the executor."""
     field = _FIELD.match(text)
-    return ApiError(400, text, field and field[0], "context_length_exceeded" if _CONTEXT.search(text) else None)
+    param = field[0] if field and field[0] in _FIELDS else None
+    return ApiError(400, text, param, "context_length_exceeded" if _CONTEXT.search(text) else None)
 
 
 def from_validation(errors: Sequence[Any]) -> ApiError:

@@ -13,6 +13,7 @@ _SAME = {
     "ignore_eos", "stop_token_ids", "cache_salt",
 }  # fmt: skip
 _SEEDS = 2**64
+_JSON_OBJECT = '{"type": "object"}'
 _GUIDES = {"guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "ebnf_grammar"}
 
 
@@ -101,7 +102,7 @@ def _guide(request: CompletionRequest | ChatRequest) -> dict[str, str] | None:
             found.append((name, {"kind": kind, "text": value if isinstance(value, str) else json.dumps(value)}))
     form = request.response_format if isinstance(request, ChatRequest) else None
     if form and form.type == "json_object":
-        found.append(("response_format", {"kind": "json", "text": ""}))
+        found.append(("response_format", {"kind": "json_schema", "text": _JSON_OBJECT}))
     elif form and form.json_schema:
         found.append(("response_format", {"kind": "json_schema", "text": json.dumps(form.json_schema.schema_)}))
     if len(found) > 1:
