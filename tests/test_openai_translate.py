@@ -103,6 +103,7 @@ def test_a_json_schema_goes_through_unchanged() -> None:
         (completion, {"echo": True}, "echo", "False"),
         (completion, {"suffix": "x"}, "suffix", "not supported"),
         (completion, {"prompt": [[1], "a"]}, "prompt", "valid list"),
+        (completion, {"prompt": ["a"] * 129}, "prompt", "at most 128"),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(request_of: Any, fields: dict[str, Any], param: str, message: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -15,6 +15,8 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's for completions
 # A body may hold millions of elements: the first that is wrong ends the check, else each would become an error of its own.
 _Texts = Annotated[list[str], Field(fail_fast=True)]
 _Ids = Annotated[list[int], Field(fail_fast=True)]
+_Each = TypeVar("_Each")
+_Few = Annotated[list[_Each], Field(fail_fast=True, max_length=MAX_SEQUENCES)]
 
 
 class _Strict(BaseModel):
@@ -83,7 +85,7 @@ class _Request(_Strict):
 
 
 class CompletionRequest(_Request):
-    prompt: str | _Texts | _Ids | Annotated[list[_Ids], Field(fail_fast=True)]
+    prompt: str | _Few[str] | _Ids | _Few[_Ids]
     max_tokens: int = DEFAULT_COMPLETION_TOKENS
     logprobs: int | None = None  # alternatives a token
     echo: Literal[False] = False
