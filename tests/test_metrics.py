@@ -108,9 +108,9 @@ def test_counters_are_the_sums_of_what_requests_were_told(prose_ids: list[int], 
             loop.cancel(rng.choice(submitted[-10:]))
     for _ in range(20):
         assert room.acquire(timeout=120), "hang"
+    loop.close()
     stop.set()
     watcher.join()
-    loop.close()
     final = loop.metrics()
     counters = final["counters"]
     ended = ledger.ended + [stopped[i] for i in gone]
