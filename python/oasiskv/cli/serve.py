@@ -1,4 +1,4 @@
-"""Serve a model through Triton (gRPC, HTTP) until SIGINT or SIGTERM."""
+"""Serve a model through Triton (gRPC, HTTP) and, if asked for, an OpenAI-compatible API until SIGINT or SIGTERM."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--grpc-port", type=int, default=8001)
     group.add_argument("--http-port", type=int, default=8000)
     group.add_argument("--metrics-port", type=int, default=8002)
+    group.add_argument("--openai-port", type=int, default=None, help="serve OpenAI's API there too; off when not given")
     group.add_argument("--start-deadline", type=float, default=600.0, metavar="S", help="seconds that loading, and then starting, may take")
     group.add_argument("--probe-every", type=float, default=10.0, metavar="S", help="seconds between real requests that check the server")
     group.add_argument("--drain", type=float, default=5.0, metavar="S", help="seconds that running requests get when stopping")
@@ -30,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     from oasiskv.serve.triton import locate
 
     options = ServeOptions(
-        config, args.host, args.grpc_port, args.http_port, args.metrics_port,
+        config, args.host, args.grpc_port, args.http_port, args.metrics_port, args.openai_port,
         start_s=args.start_deadline, probe_every_s=args.probe_every, drain_s=args.drain, verbose=args.verbose,
         decoupled=args.decoupled,
     )  # fmt: skip

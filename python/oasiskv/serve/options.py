@@ -20,6 +20,7 @@ class ServeOptions:
     grpc_port: int = 8001
     http_port: int = 8000
     metrics_port: int = 8002
+    openai_port: int | None = None  # None: no OpenAI-compatible front
     start_s: float = 600.0
     probe_every_s: float = 10.0
     probe_deadline_s: float = 10.0
@@ -30,7 +31,7 @@ class ServeOptions:
     def __post_init__(self) -> None:
         if ":" in self.host or not self.host:
             raise ConfigError(f"--host {self.host!r}: give an IPv4 address or a name")
-        ports = {"--grpc-port": self.grpc_port, "--http-port": self.http_port, "--metrics-port": self.metrics_port}
+        ports = {**self.triton_ports, **self.front_ports}
         for flag, port in ports.items():
             if not 1 <= port <= 65535:
                 raise ConfigError(f"{flag} {port}: must be in 1..65535")
@@ -41,11 +42,11 @@ class ServeOptions:
             if not least <= seconds <= _MAX_S:  # false for NaN
                 raise ConfigError(f"{flag} {seconds:g}: must be in {least:g}..{_MAX_S} seconds")
         if len(set(ports.values())) < len(ports):
-            raise ConfigError("--grpc-port, --http-port and --metrics-port must differ")
+            raise ConfigError(f"{', '.join(ports)}: must differ")
 
-    def check_ports(self) -> None:
-        """Raise ConfigError naming a port that is taken: Triton would share it silently with whoever has it."""
-        for flag, port in (("--grpc-port", self.grpc_port), ("--http-port", self.http_port), ("--metrics-port", self.metrics_port)):
+    def check_ports(self, ports: dict[str, int] | None = None) -> None:
+        """Raise ConfigError naming one of `ports`, by default of all, that is taken: Triton would share it silently with whoever has it."""
+        for flag, port in ({**self.triton_ports, **self.front_ports} if ports is None else ports).items():
             with socket.socket() as probe:
                 # As Triton does, ignore connections of an earlier server that are closing; a listener is still an error.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -53,6 +54,16 @@ class ServeOptions:
                     probe.bind((self.host, port))
                 except OSError as error:
                     raise ConfigError(f"{flag} {port} on {self.host}: {error.strerror}; stop what uses it or give another port") from None
+
+    @property
+    def triton_ports(self) -> dict[str, int]:
+        """Flag -> port."""
+        return {"--grpc-port": self.grpc_port, "--http-port": self.http_port, "--metrics-port": self.metrics_port}
+
+    @property
+    def front_ports(self) -> dict[str, int]:
+        """Of the OpenAI-compatible front, if there is one."""
+        return {} if self.openai_port is None else {"--openai-port": self.openai_port}
 
     @property
     def grpc_url(self) -> str:

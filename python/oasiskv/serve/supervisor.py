@@ -1,4 +1,4 @@
-"""Starts executor and tritonserver, proves by a real request that they answer, watches and restarts them, and cleans up."""
+"""Starts executor, tritonserver and the OpenAI front, proves by real requests that they answer, watches, restarts and cleans up."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -19,11 +20,13 @@ from oasiskv.executor.protocol import Output
 from oasiskv.executor.transport import write_key
 from oasiskv.serve import grpc_client, repo, triton
 from oasiskv.serve.child import Child
+from oasiskv.serve.openai import supervised as openai
 from oasiskv.serve.options import ServeOptions
 from oasiskv.serve.runtime import Runtime
 
 _POLL_S = 0.25
 _TRITON_EXIT_S = 8
+_FRONT_EXIT_S = 5.0
 _EXECUTOR_EXIT_S = 12.0  # beyond its drain: to hang up on clients that do not read, and to free the model
 _LAST_ANSWERS_S = 0.3  # that the executor's last answers take through Triton
 _BUSY_S = 120.0  # an engine with requests in flight that yields nothing for so long hangs
@@ -37,6 +40,8 @@ class _StopRequested(Exception):
 def run(options: ServeOptions) -> int:
     """Serve until SIGINT (130) or SIGTERM (0). Raises ConfigError or ServeError; nothing is left behind either way."""
     options.check_ports()
+    if options.openai_port is not None:
+        openai.check_packages()
     installation = triton.locate()
     stop = threading.Event()
     received: list[int] = []
@@ -72,6 +77,7 @@ class Supervisor:
         self._stop = stop
         self._executor: Child | None = None
         self._server: Child | None = None
+        self._front: Child | None = None  # only with an OpenAI port
         self._stubs: set[int] = set()
         self._recoveries: deque[float] = deque(maxlen=_MAX_RECOVERIES)
         write_key(runtime.authkey_file)
@@ -83,8 +89,11 @@ class Supervisor:
         identity = self._start_executor(o.start_s)
         self._make_repository(identity)
         self._start_triton(o.start_s)
+        if o.openai_port is not None:
+            self._start_front(o.start_s)
+        front = "" if o.openai_port is None else f"OpenAI {o.host}:{o.openai_port}, "
         _log(
-            f"ready: gRPC {o.host}:{o.grpc_port}, HTTP {o.host}:{o.http_port}, metrics {o.host}:{o.metrics_port}, "
+            f"ready: gRPC {o.host}:{o.grpc_port}, HTTP {o.host}:{o.http_port}, metrics {o.host}:{o.metrics_port}, {front}"
             f"model {o.engine.model}, after {time.monotonic() - begin:.1f} s",
             file=sys.stdout,
         )
@@ -109,6 +118,9 @@ class Supervisor:
             self._executor.stop(self._options.drain_s + _EXECUTOR_EXIT_S)
         if self._server:
             time.sleep(_LAST_ANSWERS_S)
+        if self._front:
+            self._front.stop(_FRONT_EXIT_S)
+        if self._server:
             self._server.stop(_TRITON_EXIT_S + 4.0)
 
     # ------------------------------------------------------------ starting
@@ -156,7 +168,7 @@ class Supervisor:
     def _start_triton(self, deadline_s: float) -> None:
         """Start it and wait until it answered a real request."""
         assert self._executor
-        self._wait_for_ports()
+        self._wait_for_ports(self._options.triton_ports)
         o, folder = self._options, self._runtime.folder
         ports = o.http_port, o.grpc_port, o.metrics_port
         server = self._triton.command(folder / "models", folder / "backends", o.host, ports, self._runtime.shm_prefix, _TRITON_EXIT_S)
@@ -180,11 +192,26 @@ class Supervisor:
                 raise ServeError(f"the ensemble answered no request within {deadline_s:g} s ({why})\n{child.tail()}")
             self._wait()
 
-    def _wait_for_ports(self) -> None:
+    def _start_front(self, deadline_s: float) -> None:
+        """Start it and wait until it answered a real request."""
+        self._wait_for_ports(self._options.front_ports)
+        self._front = child = openai.start(self._options, self._runtime)
+        end = time.monotonic() + deadline_s
+        while True:
+            if child.exit_code() is not None:
+                raise ServeError(f"the OpenAI front ended with code {child.exit_code()} while starting\n{child.tail()}")
+            try:
+                return self._probe_front(min(self._options.probe_deadline_s, max(1.0, end - time.monotonic())))
+            except ServeError as error:
+                if time.monotonic() > end:
+                    raise ServeError(f"the OpenAI front answered no request within {deadline_s:g} s ({error})\n{child.tail()}") from None
+            self._wait()
+
+    def _wait_for_ports(self, ports: dict[str, int]) -> None:
         end = time.monotonic() + 10.0
         while True:
             try:
-                return self._options.check_ports()
+                return self._options.check_ports(ports)
             except ConfigError as error:
                 if time.monotonic() > end:
                     raise ServeError(str(error)) from None
@@ -198,12 +225,18 @@ class Supervisor:
 
     def _probe(self, deadline_s: float) -> None:
         """A real request through all models. Raises RemoteError."""
-        for _ in grpc_client.generate(self._options.grpc_url, "a", max_tokens=1, deadline_s=deadline_s, give_up=self._gone):
+        for _ in grpc_client.generate(
+            self._options.grpc_url, "a", max_tokens=1, deadline_s=deadline_s, give_up=lambda: self._gone(self._server)
+        ):
             pass
 
-    def _gone(self) -> bool:
-        """Whether waiting for an answer has become useless."""
-        dead = [c for c in (self._server, self._executor) if c and c.exit_code() is not None]
+    def _probe_front(self, deadline_s: float) -> None:
+        """A real request to the front. Raises ServeError."""
+        openai.probe(self._options, deadline_s, lambda: self._gone(self._front))
+
+    def _gone(self, door: Child | None) -> bool:
+        """Whether waiting for an answer through `door` has become useless."""
+        dead = [c for c in (door, self._executor) if c and c.exit_code() is not None]
         return self._stop.is_set() or bool(dead)
 
     def _ping(self) -> dict[str, Any]:
@@ -212,8 +245,8 @@ class Supervisor:
 
     def _dead_process(self) -> str | None:
         assert self._executor and self._server
-        for child in (self._executor, self._server):
-            if child.exit_code() is not None:
+        for child in (self._executor, self._server, self._front):
+            if child and child.exit_code() is not None:
                 return f"{child.name} ended with code {child.exit_code()}\n{child.tail()}"
         dead = self._server.dead_members(self._stubs)
         return f"Triton's stub processes {sorted(dead)} died" if dead else None
@@ -228,6 +261,18 @@ class Supervisor:
             if fault is None and self._busy():
                 return None
             return fault or f"a request to the ensemble failed: {error}"
+        return self._failed_front_probe() if self._front else None
+
+    def _failed_front_probe(self) -> str | None:
+        try:
+            self._probe_front(self._options.probe_deadline_s)
+        except ServeError as error:
+            if self._stop.is_set():
+                return None
+            fault = self._dead_process()
+            if fault is None and self._busy() and openai.responds(self._options, self._options.probe_deadline_s):
+                return None
+            return fault or f"a request to the OpenAI front failed: {error}"
         return None
 
     def _busy(self) -> bool:
@@ -262,13 +307,17 @@ class Supervisor:
             self._executor.stop(1.0)
             self._start_executor(self._options.start_s)
             _log("restarted the executor")
-        # The core model reconnects by itself; a Triton that lost a stub, or does not answer even so, is started anew.
-        if self._server.exit_code() is None and not self._server.dead_members(self._stubs) and self._answers_again():
-            return
-        self._server.stop(1.0)
-        self._runtime.clean_shm()
-        self._start_triton(self._options.start_s)
-        _log("restarted tritonserver")
+        # The core model and the front reconnect by themselves; a Triton that lost a stub, or does not answer even so, is started anew.
+        if self._server.exit_code() is not None or self._server.dead_members(self._stubs) or not self._answers_again(self._probe):
+            self._server.stop(1.0)
+            self._runtime.clean_shm()
+            self._start_triton(self._options.start_s)
+            _log("restarted tritonserver")
+        if self._options.openai_port is not None and not self._front_answers():
+            if self._front:
+                self._front.stop(1.0)
+            self._start_front(self._options.start_s)
+            _log("restarted the OpenAI front")
 
     def _executor_answers(self) -> bool:
         assert self._executor
@@ -286,13 +335,16 @@ class Supervisor:
         except (OasisError, queue.Empty):
             return False
 
-    def _answers_again(self) -> bool:
+    def _front_answers(self) -> bool:
+        return self._front is not None and self._front.exit_code() is None and self._answers_again(self._probe_front)
+
+    def _answers_again(self, probe: Callable[[float], None]) -> bool:
         end = time.monotonic() + 5.0
         while time.monotonic() < end:
             try:
-                self._probe(2.0)
+                probe(2.0)
                 return True
-            except grpc_client.RemoteError:
+            except (grpc_client.RemoteError, ServeError):
                 self._wait()
         return False
 

@@ -153,6 +153,10 @@ class Tokenizer:
             return None
         return self._bytes.get(token_id, b"")
 
+    def token_name(self, token_id: int) -> str:
+        """A token as the vocabulary writes it, special ones included; empty for an id that is none, as heads are padded."""
+        return self._backend.id_to_token(token_id) or ""
+
     def apply_chat(self, messages: list[dict[str, str]]) -> str:
         """Messages [{"role", "content"}] to the prompt text that asks for the assistant's turn. Raises RequestError."""
         from jinja2 import TemplateError
