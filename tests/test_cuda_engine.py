@@ -183,7 +183,8 @@ def test_prefixes_are_reused_and_change_nothing(prompts: list[list[int]], option
     assert ids(first) == ids(again) == ids(expected) and ids(turns) == ids(cold)
     assert [r.stats["kv_blocks_reused"] for r in first] == [0] * len(prompts)
     assert [r.stats["kv_blocks_reused"] for r in again] == [(len(p) - 1) // 16 for p in prompts]
-    assert [r.stats["kv_blocks_reused"] for r in turns] == [(len(p) + 23) // 16 for p in prompts]
+    exact = [n + 23 if "dense" in options or n + 23 <= 144 else max(n + 1, 144) for n in map(len, prompts)]  # blocks <= K
+    assert [r.stats["kv_blocks_reused"] for r in turns] == [n // 16 for n in exact]
     for e, a in zip(expected, again, strict=True):
         assert (a.stats["sparse_steps"], a.stats["bytes_fetched"]) == (e.stats["sparse_steps"], e.stats["bytes_fetched"])
 

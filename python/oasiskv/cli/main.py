@@ -22,13 +22,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> Parser:
-    from oasiskv.cli import bench, convert, env, generate, serve, top
+    from oasiskv.cli import bench, convert, env, generate, serve, top, triton_repo
 
     parser = Parser(prog="oasiskv", description="Long-context LLM serving out of a small working set of the KV cache.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (generate, serve, top, convert, bench, env):
-        name = module.__name__.rpartition(".")[2]
+    for module in (generate, serve, top, triton_repo, convert, bench, env):
+        name = module.__name__.rpartition(".")[2].replace("_", "-")
         summary = (module.__doc__ or "").partition("\n")[0]
         sub = commands.add_parser(name, help=summary, description=summary, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         module.add_arguments(sub)

@@ -410,7 +410,7 @@ class Engine:
     def _end_finished(self, taken: dict[int, Sequence], failed: dict[int, str], context: list[RequestOutput], step: int = 0) -> _Taken:
         stats = {i: self._end(sequence, step) for i, sequence in taken.items() if sequence.finish_reason and i not in failed}
         # What made logits not finite may be in the cache: whoever comes with the same prefix computes it anew.
-        errors = [output for i, error in failed.items() if (output := self.stop(i, "error", error, spoiled=error == _NOT_FINITE))]
+        errors = [output for i, error in failed.items() if (output := self.stop(i, "error", error, spoiled=error == _NOT_FINITE.error))]
         return _Taken([sequence for i, sequence in taken.items() if i not in failed], stats, errors, context)
 
     def _outputs(self, taken: _Taken) -> list[RequestOutput]:

@@ -8,7 +8,7 @@ import logging
 import signal
 import sys
 import threading
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from oasiskv.config import EngineConfig
@@ -62,9 +62,8 @@ def _serve(args: argparse.Namespace, stop: threading.Event) -> int:
 
     folder = resolve_model(config.model, config.dtype)
     loop = EngineLoop(replace(config, model=str(folder)))
-    server = ExecutorServer(
-        loop, args.socket, key, {"model": config.model, "model_dir": str(folder.resolve()), "max_seq_len": loop.max_seq_len}
-    )
+    identity = {"model": config.model, "model_dir": str(folder.resolve()), "max_seq_len": loop.max_seq_len, "options": asdict(config)}
+    server = ExecutorServer(loop, args.socket, key, identity)
     while not stop.wait(0.5) and loop.broken is None:
         pass
     broken = None if stop.is_set() else loop.broken

@@ -83,8 +83,9 @@ def generate(
             if result.as_numpy("text_output") is None:
                 yield Piece("", None, final)
                 continue
-            stats = result.as_numpy("oasis_stats").reshape(-1)[0]
-            yield Piece(b"".join(result.as_numpy("text_output").reshape(-1)).decode(), json.loads(stats) if stats else None, final)
+            stats = result.as_numpy("oasis_stats")
+            text = b"".join(result.as_numpy("text_output").reshape(-1)).decode()
+            yield Piece(text, None if stats is None else json.loads(stats.reshape(-1)[0]), final)
     except InferenceServerException as error:
         # A stream that broke says only that it did; why it broke lies in the answers.
         broke = [e for _, e in _left(answers) if e is not None]

@@ -25,6 +25,7 @@ class ServeOptions:
     probe_deadline_s: float = 10.0
     drain_s: float = 5.0
     verbose: bool = False
+    decoupled: bool = True  # Triton's models may answer a request with several responses
 
     def __post_init__(self) -> None:
         if ":" in self.host or not self.host:

@@ -137,16 +137,18 @@ class Supervisor:
             self._wait()
 
     def _make_repository(self, identity: dict[str, Any]) -> None:
+        engine = self._options.engine
         values = {
-            "triton_max_batch_size": "64",
+            "decoupled_mode": str(self._options.decoupled).lower(),
+            "exclude_input_in_output": "true",
             "tokenizer_dir": identity["model_dir"],
-            "preprocessing_instance_count": "1",
-            "max_seq_len": str(identity["max_seq_len"]),
-            "postprocessing_instance_count": "1",
+            "oasis_max_seq_len": str(identity["max_seq_len"]),
             "oasis_executor_socket": str(self._runtime.socket),
             "oasis_executor_authkey_file": str(self._runtime.authkey_file),
-            "cancellation_check_period_ms": "20",
-            "oasis_metrics_period_ms": "500",
+            "oasis_top_k_blocks": str(engine.top_k_blocks),
+            "oasis_fetch_ratio": str(engine.fetch_ratio),
+            "oasis_drafter": engine.drafter,
+            "oasis_draft_len": str(engine.draft_len),
         }
         repo.fill(self._runtime.folder / "models", values)
         self._triton.make_backend_dir(self._runtime.folder / "backends")
@@ -156,15 +158,9 @@ class Supervisor:
         assert self._executor
         self._wait_for_ports()
         o, folder = self._options, self._runtime.folder
-        command = [
-            sys.executable, "-m", "oasiskv.serve.launch", str(os.getpid()), str(self._triton.server),
-            f"--model-repository={folder / 'models'}", f"--backend-directory={folder / 'backends'}",
-            f"--cache-directory={self._triton.root / 'caches'}",
-            f"--http-address={o.host}", f"--http-port={o.http_port}", f"--grpc-address={o.host}", f"--grpc-port={o.grpc_port}",
-            f"--metrics-address={o.host}", f"--metrics-port={o.metrics_port}", "--allow-gpu-metrics=false",
-            "--disable-auto-complete-config", f"--exit-timeout-secs={_TRITON_EXIT_S}",
-            f"--backend-config=python,shm-region-prefix-name={self._runtime.shm_prefix}",
-        ]  # fmt: skip
+        ports = o.http_port, o.grpc_port, o.metrics_port
+        server = self._triton.command(folder / "models", folder / "backends", o.host, ports, self._runtime.shm_prefix, _TRITON_EXIT_S)
+        command = [sys.executable, "-m", "oasiskv.serve.launch", str(os.getpid()), *server]
         self._server = child = Child("triton", command, self._runtime.cwd, self._triton.environment(), o.verbose)
         end = time.monotonic() + deadline_s
         why = ""

@@ -40,6 +40,17 @@ class TritonInstallation:
         (python / "oasiskv").symlink_to(Path(__file__).resolve().parent.parent)
         return folder
 
+    def command(self, models: Path, backends: Path, host: str, ports: tuple[int, int, int], shm_prefix: str, exit_s: int) -> list[str]:
+        """ports: HTTP, gRPC, metrics. shm_prefix begins the names of its regions; exit_s: how long running requests hold up its end."""
+        http, grpc, metrics = ports
+        return [
+            str(self.server), f"--model-repository={models}", f"--backend-directory={backends}",
+            f"--cache-directory={self.root / 'caches'}", f"--http-address={host}", f"--http-port={http}",
+            f"--grpc-address={host}", f"--grpc-port={grpc}", f"--metrics-address={host}", f"--metrics-port={metrics}",
+            "--allow-gpu-metrics=false", "--disable-auto-complete-config", f"--exit-timeout-secs={exit_s}",
+            f"--backend-config=python,shm-region-prefix-name={shm_prefix}",
+        ]  # fmt: skip
+
     def environment(self) -> dict[str, str]:
         """This process's, changed so that the stubs run this Python with its packages."""
         env = dict(os.environ)

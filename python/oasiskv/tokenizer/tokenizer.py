@@ -143,9 +143,9 @@ class Tokenizer:
             return [self._prepend, *ids]
         return ids
 
-    def decode(self, ids: list[int]) -> str:
-        """Ids to text, special tokens left out; bytes that are no UTF-8 become U+FFFD."""
-        return self._backend.decode(ids, skip_special_tokens=True)
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        """Ids to text; bytes that are no UTF-8 become U+FFFD."""
+        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes | None:
         """What a byte-level token stands for: b"" if `decode` leaves it out; None if this tokenizer is not byte-level."""

@@ -8,11 +8,10 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from oasiskv.errors import ConfigError
+from oasiskv.serve import contract
 from oasiskv.serve.exported import EXPORTED, Exported
 from oasiskv.serve.metrics_poll import MetricsPoller, Seen
 
-_PERIOD, _DEFAULT_PERIOD_MS = "oasis_metrics_period_ms", 500
 _FAILURES_TOLD = 10  # of updates: the log must not fill with one that fails each time
 
 
@@ -21,11 +20,12 @@ class MetricsExporter:
 
     def __init__(self, args: dict[str, str]) -> None:
         """`args`: of the model's `initialize`. Raises ConfigError."""
-        parameters = {name: value["string_value"] for name, value in json.loads(args["model_config"])["parameters"].items()}
-        self._period_s = _period_s(parameters.get(_PERIOD, ""))
+        config = json.loads(args["model_config"])
+        core = contract.CoreParameters.of(config)
+        self._period_s = contract.whole(config, "oasis_metrics_period_ms", 500, 10, 60_000) / 1e3
         labels = {"model": args["model_name"], "version": args["model_version"]}
         self._families = [_Family(exported, labels) for exported in EXPORTED]
-        self._poller = MetricsPoller(parameters["oasis_executor_socket"], parameters["oasis_executor_authkey_file"])
+        self._poller = MetricsPoller(core.socket, core.authkey_file)
         self._told = 0
         self._stop = threading.Event()
         self._update()
@@ -50,15 +50,6 @@ class MetricsExporter:
             self._told += 1
             if self._told <= _FAILURES_TOLD:
                 pb_utils.Logger.log_error(f"metrics could not be updated: {type(error).__name__}: {error}")
-
-
-def _period_s(text: str) -> float:
-    """Of the parameter's text: empty, or left as the template's placeholder, is the default. Raises ConfigError."""
-    if not text or text.startswith("${"):
-        return _DEFAULT_PERIOD_MS / 1e3
-    if not text.isascii() or not text.isdigit() or not 10 <= int(text) <= 60_000:
-        raise ConfigError(f"parameter {_PERIOD} = {text!r}: must be an integer in 10..60000")
-    return int(text) / 1e3
 
 
 class _Family:

@@ -13,6 +13,7 @@ from oasiskv.errors import OasisError, RequestError
 from oasiskv.executor import protocol
 from oasiskv.executor.client import ExecutorClient
 from oasiskv.serve import contract
+from oasiskv.serve.call import Call
 
 from .metrics import MetricsExporter
 
@@ -20,69 +21,39 @@ from .metrics import MetricsExporter
 _CODES = {protocol.INVALID: "INVALID_ARG", protocol.UNAVAILABLE: "UNAVAILABLE", protocol.INTERNAL: "INTERNAL"}
 _FINAL = 1  # TRITONSERVER_RESPONSE_COMPLETE_FINAL
 _CONNECT_S = 1.0
+_CALL = "oasis_call"  # request parameter of a BLS: a name for this call alone, where several may have the same request id
 
 
-def _send_error(sender: Any, code: str, message: str) -> None:
-    error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, _CODES[code]))
-    sender.send(pb_utils.InferenceResponse(error=error), flags=_FINAL)
-
-
-class _Stream:
-    """One request's way back. FINAL travels on the last token's response: an empty one after it breaks NVIDIA's BLS."""
-
-    def __init__(self, request_id: str, sender: Any, streaming: bool) -> None:
-        self.request_id = request_id
-        self.handle: tuple[ExecutorClient, int] | None = None
-        self.ended = False
+class _Reply:
+    def __init__(self, sender: Any, marked: bool) -> None:
         self._sender = sender
-        self._streaming = streaming
-        self._tokens: list[int] = []
-        self._text: list[str] = []
-        self._lock = threading.Lock()  # the sender must not be asked anything after FINAL
+        self._marked = marked  # errors go to a BLS
 
-    def take(self, output: protocol.Output) -> None:
-        """On the client's reader thread."""
-        self._tokens += output.token_ids
-        self._text.append(output.text)
-        if not (self._streaming or output.finished):
-            return
-        with self._lock:
-            self.ended = output.finished
-            if output.code:
-                _send_error(self._sender, output.code, output.error or "the request failed")
-            else:
-                self._sender.send(self._response(output.stats), flags=_FINAL if output.finished else 0)
-        self._tokens, self._text = [], []
+    def send(self, tensors: contract.Tensors, final: bool) -> None:
+        response = pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in tensors.items()])
+        self._sender.send(response, flags=_FINAL if final else 0)
 
-    def _response(self, stats: dict[str, Any] | None) -> Any:
-        tensors = {
-            "output_ids": np.array(self._tokens, dtype=np.int32).reshape(1, 1, -1),
-            "sequence_length": np.array([[len(self._tokens)]], dtype=np.int32),
-            "oasis_text": np.array([["".join(self._text).encode()]], dtype=np.object_),
-            "oasis_stats": np.array([[json.dumps(stats).encode() if stats else b""]], dtype=np.object_),
-        }
-        return pb_utils.InferenceResponse([pb_utils.Tensor(name, value) for name, value in tensors.items()])
+    def fail(self, code: str, message: str) -> None:
+        message = contract.marked(_CODES[code], message) if self._marked else message
+        error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, _CODES[code]))
+        self._sender.send(pb_utils.InferenceResponse(error=error), flags=_FINAL)
 
-    def abandoned(self) -> bool:
-        with self._lock:
-            return not self.ended and self._sender.is_cancelled()
-
-    def cancel(self) -> None:
-        if self.handle:
-            client, number = self.handle
-            client.cancel(number)
+    def is_cancelled(self) -> bool:
+        return self._sender.is_cancelled()
 
 
 class TritonPythonModel:
     """Holds one connection to the executor; a thread watches for cancelled requests and reconnects after a loss."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        parameters = {k: v["string_value"] for k, v in json.loads(args["model_config"])["parameters"].items()}
-        self._endpoint = parameters["oasis_executor_socket"], parameters["oasis_executor_authkey_file"]
-        self._period_s = int(parameters["cancellation_check_period_ms"]) / 1e3
+        self._parameters = contract.CoreParameters.of(json.loads(args["model_config"]))
+        self._endpoint = self._parameters.socket, self._parameters.authkey_file
         self._client = ExecutorClient(*self._endpoint)
-        self._streams: set[_Stream] = set()
-        self._lock = threading.Lock()  # guards _streams
+        self._parameters.check_executor(self._client.ping()["options"])
+        if self._parameters.idle:
+            pb_utils.Logger.log_warn(f"the executor's own options count, not these parameters: {', '.join(self._parameters.idle)}")
+        self._calls: dict[Call, tuple[str, str | None]] = {}  # -> request id, oasis_call
+        self._lock = threading.Lock()  # guards _calls
         self._stop = threading.Event()
         self._metrics = MetricsExporter(args)
         self._watcher = threading.Thread(target=self._watch, name="oasiskv-watch", daemon=True)
@@ -90,13 +61,17 @@ class TritonPythonModel:
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
-            sender = request.get_response_sender()
+            name = json.loads(request.parameters() or "{}").get(_CALL)
+            reply = _Reply(request.get_response_sender(), name is not None)
             try:
-                self._start(request, sender)
+                self._start(request, name, reply)
             except (RequestError, protocol.ProtocolError) as error:
-                _send_error(sender, protocol.INVALID, str(error))
+                reply.fail(protocol.INVALID, str(error))
             except OasisError as error:
-                _send_error(sender, protocol.UNAVAILABLE, str(error))
+                reply.fail(protocol.UNAVAILABLE, str(error))
+            except Exception as error:  # Triton answers nothing for a decoupled model that raises
+                pb_utils.Logger.log_error(f"a request could not be started: {type(error).__name__}: {error}")
+                reply.fail(protocol.INTERNAL, f"{type(error).__name__}: {error}")
 
     def finalize(self) -> None:
         self._stop.set()
@@ -104,55 +79,45 @@ class TritonPythonModel:
         self._metrics.close()
         self._client.close()
 
-    def _start(self, request: Any, sender: Any) -> None:
-        def get(name: str) -> np.ndarray | None:
-            tensor = pb_utils.get_input_tensor_by_name(request, name)
-            return None if tensor is None else tensor.as_numpy()
-
-        if contract.scalar(get, "stop"):
-            self._stop_requests(request.request_id())
-            sender.send(flags=_FINAL)
+    def _start(self, request: Any, name: str | None, reply: _Reply) -> None:
+        inputs = {tensor.name(): _array(tensor) for tensor in request.inputs()}
+        if contract.is_stop(inputs):
+            self._stop_calls(request.request_id(), name)
+            reply.send({}, final=True)
             return
-        prompt, params = contract.prompt(get), contract.sampling(get)
-        stream = _Stream(request.request_id(), sender, bool(contract.scalar(get, "streaming")))
+        p = self._parameters
+        wanted = contract.core_requests(inputs, p.decoupled, p.exclude_prompt)
+        call = Call(wanted, frozenset(request.requested_output_names()), p.logits, reply, self._forget)
         with self._lock:
-            self._streams.add(stream)
+            self._calls[call] = request.request_id(), name
         try:
-            client = self._client
-            stream.handle = client, client.submit(prompt, params, lambda output: self._deliver(stream, output))
+            call.start(self._client)
         except OasisError:
-            self._forget(stream)
+            self._forget(call)
             raise
 
-    def _deliver(self, stream: _Stream, output: protocol.Output) -> None:
-        try:
-            stream.take(output)
-        finally:
-            if output.finished:
-                self._forget(stream)
-
-    def _forget(self, stream: _Stream) -> None:
+    def _forget(self, call: Call) -> None:
         with self._lock:
-            self._streams.discard(stream)
+            self._calls.pop(call, None)
 
-    def _stop_requests(self, request_id: str) -> None:
-        if not request_id:
+    def _stop_calls(self, request_id: str, name: str | None) -> None:
+        if not request_id and not name:
             raise RequestError("stop: give the id of the request to stop as this request's id")
-        for stream in self._running():
-            if stream.request_id == request_id:
-                stream.cancel()
+        for call, (its_id, its_name) in self._running():
+            if its_name == name if name else its_id == request_id:
+                call.cancel()
 
-    def _running(self) -> list[_Stream]:
+    def _running(self) -> list[tuple[Call, tuple[str, str | None]]]:
         with self._lock:
-            return list(self._streams)
+            return list(self._calls.items())
 
     def _watch(self) -> None:
-        while not self._stop.wait(self._period_s):
+        while not self._stop.wait(self._parameters.cancel_check_s):
             if self._client.closed:
                 self._reconnect()
-            for stream in self._running():
-                if stream.handle and stream.abandoned():
-                    stream.cancel()
+            for call, _ in self._running():
+                if call.abandoned():
+                    call.cancel()
 
     def _reconnect(self) -> None:
         try:
@@ -160,3 +125,10 @@ class TritonPythonModel:
         except OasisError:
             return  # the next round tries again; requests get UNAVAILABLE meanwhile
         pb_utils.Logger.log_info("reconnected to the executor")
+
+
+def _array(tensor: Any) -> np.ndarray:
+    try:
+        return tensor.as_numpy()
+    except pb_utils.TritonModelException as error:  # BF16, which numpy has not
+        raise RequestError(f"{tensor.name()}: {error}; leave it out") from None
