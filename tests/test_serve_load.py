@@ -25,7 +25,7 @@ def ask(service: Service, prompt: str) -> str:
 
 
 def storm(service: Service, count: int, meanwhile: Callable[[], None]) -> tuple[list[tuple[str, str]], Counter[str]]:
-    """`count` streams at once, until all have ended; those that were answered, as (prompt, text), and how many errors of which kind came."""
+    """`count` streams at once, until all have ended: those that were answered, as (prompt, text), and how many errors of which kind."""
     answers: list[tuple[str, str]] = []
     errors: Counter[str] = Counter()
 
