@@ -12,11 +12,13 @@ import pytest
 
 from oasiskv.config import EngineConfig
 from oasiskv.engine import metrics as engine_metrics
+from oasiskv.engine.engine import Engine
 from oasiskv.engine.loop import EngineLoop
 from oasiskv.engine.metrics import FROM_USAGE, KEPT, OBSERVED, REASONS, SUMMED, EngineMetrics
 from oasiskv.engine.sampling import SamplingParams
 from oasiskv.engine.sequence import RequestOutput
 from oasiskv.executor import protocol
+from reference.late_runner import LateRunner
 from test_executor import Executor, submit
 
 SMALL = {"top_k_blocks": 2, "sparse_from": 48, "device_kv_gib": 0.0075, "host_kv_gib": 0.1, "max_batch_size": 8, "max_seq_len": 256}
@@ -108,9 +110,9 @@ def test_counters_are_the_sums_of_what_requests_were_told(prose_ids: list[int], 
             loop.cancel(rng.choice(submitted[-10:]))
     for _ in range(20):
         assert room.acquire(timeout=120), "hang"
+    loop.close()
     stop.set()
     watcher.join()
-    loop.close()
     final = loop.metrics()
     counters = final["counters"]
     ended = ledger.ended + [stopped[i] for i in gone]
@@ -184,6 +186,33 @@ def test_a_long_request_counts_before_its_end(prose_ids: list[int]) -> None:
     loop.cancel(request)
     loop.close()
     assert loop.metrics()["counters"]["blocks_predicted"] == outputs[-1].stats["blocks_predicted"]
+
+
+@pytest.mark.parametrize("runner", [None, LateRunner])
+def test_running_requests_count_by_the_steps_whose_tokens_are_read(
+    runner: type | None, prose_ids: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the engine is two steps ahead: what is counted of a request never exceeds what it is told at its end."""
+    monkeypatch.setattr(engine_metrics, "PROGRESS_S", 0.0)
+    engine = Engine(EngineConfig(**SMALL | {"drafter": "previous", "device_kv_gib": 0.05}), runner=runner)
+    metrics, ledger, shown = engine.metrics, Ledger(), []
+    requests = [engine.next_id() for _ in range(3)]
+    for i in requests:
+        metrics.added(i, 0.0)
+        engine.add(i, prose_ids[i * 100 : i * 100 + 60], SamplingParams(max_tokens=20, ignore_eos=True))
+    while len(ledger.ended) < 3:
+        for output in engine.step():
+            metrics.output(output)
+            ledger.take(output)
+        metrics.publish(engine.steps, engine.usage())
+        shown.append(metrics.poll()["counters"])
+    for before, after in itertools.pairwise(shown):
+        assert all(after[name] >= before[name] for name in before)
+    for name in SUMMED:
+        assert shown[-1][name] == pytest.approx(ledger.total(name)), name
+    seen = [c["generated_tokens"] for c in shown]
+    assert len(set(seen)) > 15 and seen[-1] == 60, "they count step by step"
+    assert len({c["sparse_steps"] for c in shown}) > 15
 
 
 def told(metrics: EngineMetrics, request_id: int, tokens: int, **stats: int) -> None:

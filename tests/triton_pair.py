@@ -20,9 +20,9 @@ import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from oasiskv.cli.main import main
-from oasiskv.demo import free_ports
 from oasiskv.executor.client import ExecutorClient
 from oasiskv.serve import triton
+from oasiskv.serve.local import free_ports
 
 START_S = 180
 

@@ -27,7 +27,7 @@ _TYPES = {
 
 
 class RemoteError(OasisError):
-    """The server refused the request, or did not answer. `status` is gRPC's name for it, such as StatusCode.INVALID_ARGUMENT."""
+    """The server refused the request, or did not answer. `status`: of a connection that failed, such as StatusCode.UNAVAILABLE."""
 
     def __init__(self, message: str, status: str | None) -> None:
         super().__init__(message)
@@ -72,8 +72,8 @@ def generate(
     client = grpcclient.InferenceServerClient(url)
     final = False
     try:
-        # The header makes an error end the stream with its own status instead of a bare message.
-        client.start_stream(lambda result, error: answers.put((result, error)), headers={"triton_grpc_error": "true"})
+        # Without the header triton_grpc_error, which gives errors a status: with it an ensemble's error can end this Triton (SIGSEGV).
+        client.start_stream(lambda result, error: answers.put((result, error)))
         client.async_stream_infer("ensemble", inputs(text, options), request_id=request_id)
         while not final:
             result, error = _next(answers, end, deadline_s, give_up)
