@@ -36,7 +36,7 @@ CoreConfig config(int delay_us) {
   c.max_draft_len = 3;
   c.accept_drafts = true;
   c.device_pages = 12;  // small: two or three requests at a time, so preemption happens
-  c.host_blocks = 200;
+  c.host_blocks = 120;  // small: what is cached is evicted
   c.max_batch_size = 6;
   c.max_num_tokens = 64;
   c.max_seq_len = 256;
