@@ -26,8 +26,8 @@ from reference.service import Service, eventually
 REQUESTS = int(os.environ.get("OASISKV_FUZZ_REQUESTS", "400"))
 SEED = int(os.environ.get("OASISKV_FUZZ_SEED", "1"))
 DEADLINE_S = 60.0
-KINDS = {"TYPE_" + name: name for name in ("INT32", "INT64", "UINT8", "UINT64", "FP32", "BOOL")} | {"TYPE_STRING": "BYTES"}
-FORMATS = {"INT32": "i", "INT64": "q", "UINT8": "B", "UINT64": "Q", "FP32": "f", "BOOL": "?"}
+KINDS = {"TYPE_" + name: name for name in ("INT32", "INT64", "UINT8", "UINT64", "FP16", "FP32", "BOOL")} | {"TYPE_STRING": "BYTES"}
+FORMATS = {"INT32": "i", "INT64": "q", "UINT8": "B", "UINT64": "Q", "FP16": "e", "FP32": "f", "BOOL": "?"}
 TEXTS = [
     "",
     "a",
@@ -86,7 +86,7 @@ class Fuzzer:
     def scalar(self, kind: str) -> Any:
         if kind == "BYTES":
             return self.rng.choice(TEXTS)
-        if kind == "FP32":
+        if kind.startswith("FP"):
             return self.rng.choice(FLOATS)
         if kind == "BOOL":
             return self.rng.random() < 0.5
@@ -109,7 +109,7 @@ class Fuzzer:
     def tensors(self) -> list[tuple[str, str, list[int], list[Any]]]:
         chosen = []
         for name, kind, dims, optional in self.schema.models.get(self.model, []):
-            if self.rng.random() < (0.12 if optional else 0.97):
+            if self.rng.random() < (0.05 if optional else 0.97):
                 if self.rng.random() < 0.03:
                     kind = self.rng.choice([*FORMATS, "BYTES"])
                 chosen.append((name, kind, *self.values(name, kind, dims)))
@@ -204,7 +204,7 @@ def raw_bytes(kind: str, values: list[Any]) -> bytes:
     out = b""
     for v in values:
         try:
-            out += struct.pack("<" + FORMATS[kind], v if kind in ("FP32", "BOOL") else int(v))
+            out += struct.pack("<" + FORMATS[kind], v if kind in ("FP16", "FP32", "BOOL") else int(v))
         except (struct.error, ValueError, OverflowError):  # of another kind than the input's own
             out += bytes(struct.calcsize(FORMATS[kind]))
     return out

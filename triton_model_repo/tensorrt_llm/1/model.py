@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from typing import Any
 
@@ -55,6 +56,7 @@ class TritonPythonModel:
         self._calls: dict[Call, tuple[str, str | None]] = {}  # -> request id, oasis_call
         self._lock = threading.Lock()  # guards _calls
         self._stop = threading.Event()
+        self._triton = os.getppid()
         self._metrics = MetricsExporter(args)
         self._watcher = threading.Thread(target=self._watch, name="oasiskv-watch", daemon=True)
         self._watcher.start()
@@ -113,6 +115,8 @@ class TritonPythonModel:
 
     def _watch(self) -> None:
         while not self._stop.wait(self._parameters.cancel_check_s):
+            if os.getppid() != self._triton:  # it was killed: a metric that is being set would wait for it for ever
+                os._exit(1)
             if self._client.closed:
                 self._reconnect()
             for call, _ in self._running():
