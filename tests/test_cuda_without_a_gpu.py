@@ -10,7 +10,8 @@ from oasiskv import _core
 from oasiskv.bench import decode_cuda
 from oasiskv.config import EngineConfig
 from oasiskv.engine import cuda_runner
-from oasiskv.engine.engine import Engine, core_config
+from oasiskv.engine.core_config import core_config
+from oasiskv.engine.engine import Engine
 from oasiskv.engine.loaded import NoTokenizer, load_model
 from oasiskv.engine.sm_share import SmShare, gather_shares, sm_shares
 from oasiskv.errors import ConfigError

@@ -22,8 +22,9 @@ from oasiskv.bench.report import GIB, append_row, say
 from oasiskv.bench.synthetic import SyntheticRunner
 from oasiskv.bench.timing import Read, paired
 from oasiskv.config import BLOCK_TOKENS, EngineConfig
+from oasiskv.engine.core_config import core_config
 from oasiskv.engine.cuda_runner import CudaRunner, make_decoder, require_cuda
-from oasiskv.engine.engine import Engine, core_config
+from oasiskv.engine.engine import Engine
 from oasiskv.engine.loaded import LoadedModel, load_model
 from oasiskv.engine.sm_share import SmShare, sm_shares
 

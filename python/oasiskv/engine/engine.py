@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import torch
 
 from oasiskv import _core
-from oasiskv.checkpoint import ModelConfig
 from oasiskv.config import EngineConfig
 from oasiskv.draft import DraftRequest, make_drafter
+from oasiskv.engine.core_config import core_config
 from oasiskv.engine.cuda_runner import CudaRunner, require_cuda
 from oasiskv.engine.guide import Guides, RowGuide
 from oasiskv.engine.loaded import LoadedModel, load_model
-from oasiskv.engine.machine import check_pools_fit, usable_cpus
+from oasiskv.engine.machine import check_pools_fit
 from oasiskv.engine.metrics import EngineMetrics
 from oasiskv.engine.prefix import BlockNames
 from oasiskv.engine.request_check import check_request
@@ -31,49 +31,11 @@ from oasiskv.engine.runner import CpuRunner, Runner
 from oasiskv.engine.sampler import Sampled, Sampler, Unsampled
 from oasiskv.engine.sampling import SamplingParams
 from oasiskv.engine.sequence import RequestOutput, Sequence
-from oasiskv.errors import CapacityError, ConfigError, EngineError
+from oasiskv.errors import CapacityError, EngineError
 from oasiskv.tokenizer import IncrementalDetokenizer
 
-_GIB = 1024**3
 _NOT_FINITE = Unsampled("the model returned logits that are not finite")
 _log = logging.getLogger(__name__)
-
-
-def _log_pinned(done: int, total: int) -> None:
-    _log.info("host KV pool: %.0f of %.0f GiB pinned", done / _GIB, total / _GIB)
-
-
-def core_config(config: EngineConfig, model: ModelConfig) -> _core.CoreConfig:
-    """Sizes of the pools and rules of selection for this model. Raises ConfigError."""
-    c = _core.CoreConfig()
-    c.backend, c.dtype = config.backend, config.dtype if config.backend == "cuda" else "float32"
-    c.num_layers, c.head_dim = model.num_hidden_layers, model.head_size
-    c.num_q_heads, c.num_kv_heads = model.num_attention_heads, model.num_key_value_heads
-    c.sparse_enabled = not config.dense
-    c.top_k_blocks, c.fetch_cap_blocks = config.top_k_blocks, config.fetch_cap_blocks
-    c.sink_blocks = config.sink_blocks
-    c.sparse_from_tokens = config.sparse_from_tokens
-    drafts_used = config.accept_drafts or not config.dense
-    c.max_draft_len = config.draft_len if drafts_used and config.drafter != "previous" else 0
-    c.accept_drafts = config.accept_drafts
-    c.summary, c.group_combine = config.summary, config.group_combine
-    c.max_batch_size, c.max_num_tokens = config.max_batch_size, config.max_num_tokens
-    c.host_blocks = int(config.host_kv_gib * _GIB / c.page_bytes)
-    device_bytes = int(config.device_kv_gib * _GIB)
-    if config.backend == "cuda":  # device_kv_gib is a share of the GPU's memory: the summaries are in it
-        device_bytes -= c.summary_bytes
-        if not config.cuda_graphs:
-            c.captured_sizes = 0
-        c.host_assume_bytes = int((config.host_memory_gib or 0) * _GIB)
-        c.host_progress = _log_pinned
-    c.device_pages = max(0, device_bytes // (c.page_bytes * c.num_layers))
-    limit = model.max_position_embeddings
-    if config.max_seq_len is not None and config.max_seq_len > limit:
-        raise ConfigError(f"max_seq_len = {config.max_seq_len}: the model was trained for {limit}; use at most that")
-    c.max_seq_len = config.max_seq_len or limit
-    c.num_threads = config.num_threads or usable_cpus()
-    c.trace, c.transfer_delay_us = config.trace, config.transfer_delay_us
-    return c
 
 
 class _ContextRows(NamedTuple):
